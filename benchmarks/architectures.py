@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rich.markup import escape
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -388,8 +387,8 @@ def _notes(ways: dict[str, Outcome]) -> str:
 def line(outcome: Outcome) -> str:
     """An outcome in one line."""
     if not outcome.trained:
-        mark = "[red]fails[/]" if outcome.crashed else "[yellow]no[/]"
-        return f"{outcome.model_type:24} {outcome.way:6} {mark}  {escape(outcome.refusal.splitlines()[0])}"
+        mark = "fails" if outcome.crashed else "no"
+        return f"{outcome.model_type:24} {outcome.way:6} {mark}  {outcome.refusal.splitlines()[0]}"
     error = "" if outcome.error is None else f"peak {outcome.error:+.3%}"
     joined = "joined" if outcome.joined else "padded"
     return f"{outcome.model_type:24} {outcome.way:6} yes  {outcome.attention:12} {joined}  {error}"

@@ -198,7 +198,7 @@ def prove(now: Slice) -> int:
     failed, waiting = [], unfinished(now)
     while waiting and now.left_s >= LEAST_S:
         part = waiting[0]
-        console().print(f"[bold]{part.name}[/]")
+        console().print(part.name, style="bold")
         own_s = now.left_s / (len(waiting) if part.continues else 1)
         if part.run(replace(now, deadline=time.monotonic() + own_s)):
             failed.append(part.name)

@@ -311,7 +311,7 @@ def main() -> int:
         found = spread([getattr(result, name) for result in of_autocast(results, autocast)])
         missed += [f"{autocast} {name}: {key}" for key, target in targets.items() if found[key] > target]
     if missed:
-        console().print(f"[red]missed targets: {', '.join(missed)}[/]")
+        console().print(f"missed targets: {', '.join(missed)}", style="red")
     return 1 if missed else 0
 
 

@@ -93,10 +93,10 @@ class Run:
 
     def _repr_html_(self) -> str:
         from sft_play.report.html import render
-        from sft_play.report.record import read_run
         from sft_play.report.run_page import run_page
+        from sft_play.report.sound import read_sound
 
-        page = html.escape(render(run_page(read_run(self.path))))
+        page = html.escape(render(run_page(read_sound(self.path))))
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 600px; border: 0"></iframe>'
 
 

@@ -14,7 +14,7 @@ from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
 from sft_play.runlog import console_on_stderr
-from sft_play.screen import Command, Screen
+from sft_play.screen import Command, Screen, write_stderr
 from sft_play.secrets import redact
 from sft_play.streams import require_output, secure_streams
 
@@ -36,25 +36,25 @@ def exit_code_of(error: BaseException) -> int:
 def report_error(error: BaseException) -> int:
     """Prints an error and returns its exit code; only bugs in SFT-Play show a traceback."""
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write(f"interrupted: {error}\n" if str(error) else "interrupted\n")
+        write_stderr(f"interrupted: {error}\n" if str(error) else "interrupted\n")
     elif exit_code_of(error) == 1:
         if not isinstance(error, SftPlayError):  # a rank reports its traceback as text
-            sys.stderr.write(redact("".join(traceback.format_exception(error))))
-        sys.stderr.write(f"{redact(str(error))}\n")
+            write_stderr("".join(traceback.format_exception(error)))
+        write_stderr(f"{error}\n")
         _write_error("this is a bug in SFT-Play; please report it with the lines above")
     else:
-        _write_error(redact(str(error)), label="" if isinstance(error, Interrupted) else "error: ")
+        _write_error(str(error), label="" if isinstance(error, Interrupted) else "error: ")
     return exit_code_of(error)
 
 
 def _write_error(text: str, label: str = "error: ") -> None:
-    """Writes to stderr; on a terminal, with breaks between words alone, and commands that can be copied."""
+    """As `write_stderr`; on a terminal, with breaks between words alone, and commands that can be copied."""
     if sys.stderr.isatty():
-        first, *rest = text.split("\n")
+        first, *rest = redact(text).split("\n")
         shown = (Command(line, hang=2) if line.lstrip().startswith(COMMANDS) else Text(line) for line in rest)
         Screen(stderr=True).print(Text.assemble((label, "bold red"), first), *shown)
     else:
-        sys.stderr.write(f"{label}{text}\n")
+        write_stderr(f"{label}{text}\n")
 
 
 def explained(error: BaseException, args: Arguments) -> BaseException:
@@ -108,7 +108,7 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
     except click.UsageError as error:
         context = error.ctx
         if context:
-            sys.stderr.write(f"{context.get_usage()}\n")
+            write_stderr(f"{context.get_usage()}\n")
         settings = ""
         if context and isinstance(error, click.NoSuchOption):
             settings = _as_settings(words, context.command)
@@ -153,12 +153,20 @@ def _as_settings(words: list[str], command: click.Command) -> str:
     return f"; settings are written as section.key=value: {shlex.join(found)}" if found else ""
 
 
+def _prepare_process(*, rank: bool = False) -> None:
+    """What comes before anything that a process does; ConfigError if its environment is wrong."""
+    secure_streams()
+    set_environment(rank=rank)
+    if sys.flags.optimize > 1:
+        raise ConfigError(WITHOUT_DOCSTRINGS)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    secure_streams()
-    set_environment()
-    if sys.flags.optimize > 1:
-        return report_error(ConfigError(WITHOUT_DOCSTRINGS))
+    try:
+        _prepare_process()
+    except ConfigError as error:
+        return report_error(error)
     args = parse(argv)
     if args.json or args.prints:
         require_output()
@@ -190,10 +198,10 @@ def run_rank(argv: list[str]) -> int:
 
     A rank that was launched by `sft-play` reports its error to the launcher; other ranks (torchrun) print it.
     """
-    secure_streams()
-    set_environment(rank=True)
-    if sys.flags.optimize > 1:
-        return report_error(ConfigError(WITHOUT_DOCSTRINGS))
+    try:
+        _prepare_process(rank=True)
+    except ConfigError as problem:
+        return report_error(problem)
     args = parse(argv, RANK)
     from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer
     from sft_play.machine.process import importing_torch

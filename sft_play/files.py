@@ -1,9 +1,30 @@
-"""The one way to write a file: it appears whole, or what was there before stays."""
+"""How files are written, whole or not at all, and how those are read that others may have put there."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading; OSError for anything else: a link, a pipe that waits, a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes; OSError if it is none or longer."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
+    return content
 
 
 def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> None:

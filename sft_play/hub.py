@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.markup import escape
-
 from sft_play.errors import ConfigError
-from sft_play.runlog import console
+from sft_play.runlog import warn
 
 ANSWER_SECONDS = 15.0  # until an answer begins, and between its parts
 COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers
@@ -121,7 +119,7 @@ def _shorten_wait(response: Any, url: str) -> None:
 @functools.cache
 def _say(text: str) -> None:
     """Prints a line, once in this process."""
-    console().print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
+    warn(text)
 
 
 def is_network_error(error: BaseException) -> bool:

@@ -191,7 +191,7 @@ def begin_run(job: Job) -> None:
         return
     earlier = set_aside_earlier_run(job.run) if job.config.train.resume == "never" else None
     if earlier:
-        console().print(f"  [dim]an earlier run of this name was moved to {earlier}[/]")
+        console().print(f"  an earlier run of this name was moved to {earlier}", style="dim")
     write_atomic(job.run.config, dump_resolved(job.resolved))
     job.run.write_json(job.run.plan, job.plan.to_json())
     job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})

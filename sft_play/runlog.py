@@ -24,12 +24,17 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from sft_play.cache import cache_dir
 from sft_play.errors import RunInUseError, StorageError
-from sft_play.files import write_atomic
+from sft_play.files import read_whole, write_atomic
 from sft_play.screen import Screen
 from sft_play.secrets import redact, redact_file
 from sft_play.spelling import as_typed
 from sft_play.streams import open_output
+from sft_play.units import KIB, MIB
+
+# Bytes of a file in a run directory; a longer one is none of ours.
+LONGEST_METRICS, LONGEST_JSON = 256 * MIB, 64 * MIB
 
 _console: Console | None = None
 _quiet = False  # whether a `quiet_libraries` block is running
@@ -47,6 +52,14 @@ def set_console(value: Console | None) -> None:
     """Replaces the console (None: back to standard output)."""
     global _console
     _console = value
+
+
+def warn(text: str) -> None:
+    """Prints a line that asks for attention to the user's console, indented below what a command does.
+
+    Errors of libraries are quoted in such lines, so secrets are masked.
+    """
+    console().print(redact(f"  {text}"), style="yellow")
 
 
 @contextlib.contextmanager
@@ -167,7 +180,7 @@ def held_since(run: RunDir) -> float | None:
     """
     lock = run.path / ".lock"
     try:
-        word, pid, _, host = lock.read_text(encoding="utf-8", errors="replace").split()
+        word, pid, _, host = read_whole(lock, KIB).decode(errors="replace").split()
         if (word, host) != ("process", os.uname().nodename) or int(pid) == os.getpid():
             return None
         since, process = lock.stat().st_mtime, psutil.Process(int(pid))
@@ -212,14 +225,15 @@ def append_metrics(run: RunDir, record: dict[str, Any]) -> None:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, without a truncated last line.
+    """The records of metrics.jsonl, without a truncated last line; none if it is missing or no such file.
 
     If a step was repeated after a resume, its later record counts.
     """
-    if not run.metrics.exists():
+    try:
+        text = read_whole(run.metrics, LONGEST_METRICS).decode(errors="replace")
+    except OSError:
         return []
     records: dict[Any, dict[str, Any]] = {}
-    text = run.metrics.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line, parse_int=_whole_number)
@@ -234,9 +248,9 @@ def _whole_number(text: str) -> int | float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of the run; {} if it is missing or damaged."""
+    """A JSON file of the run; {} if it is missing, damaged or a link."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole_number)
+        tree = json.loads(read_whole(path, LONGEST_JSON).decode(), parse_int=_whole_number)
     except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -264,7 +278,10 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     if os.environ.get("SFT_PLAY_VERBOSE") == "1" or _quiet:
         yield
         return
-    remedy = f"Make {log.parent} writable, or copy the run to another folder and set output.dir=<folder>"
+    elsewhere = "copy the run to another folder and set output.dir=<folder>"
+    if log.is_relative_to(cache_dir()):
+        elsewhere = "set SFT_PLAY_CACHE=<another folder>"
+    remedy = f"Make {log.parent} writable, or {elsewhere}"
     with storing(log, remedy):
         log.parent.mkdir(parents=True, exist_ok=True)
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

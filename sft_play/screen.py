@@ -1,17 +1,35 @@
-"""The console of all commands: lines are broken between words alone, so that paths stay whole."""
+"""The console of all commands: lines are broken between words alone, so that paths stay whole.
+
+Texts come from rows, models and names of files too. What a terminal would obey in them is shown instead.
+"""
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
+from sft_play.secrets import redact
+
 WORD = re.compile(r"\S+")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
 CONTINUED = " \\"
 LEAST_NAMES = 10  # cells for names, so that the lists of a command are aligned
+
+
+def visible(text: str) -> str:
+    r"""A text for a person, with escapes such as \x1b in the place of control characters."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def write_stderr(text: str) -> None:
+    """Writes a text to stderr as a person may see it: without secrets, control characters visible."""
+    sys.stderr.write(visible(redact(text)))
 
 
 def whole_words(line: Text, width: int, hang: int = 0) -> list[Text]:
@@ -84,29 +102,36 @@ class NamedValues:
 
 
 def _text(value: str | Text, style: str = "") -> Text:
-    return Text(value, style=style) if isinstance(value, str) else value
+    return Text(visible(value), style=style) if isinstance(value, str) else value
 
 
 class Screen(Console):
     """rich's console, which would also break words that are longer than a line.
 
-    With NO_COLOR it writes no bold or dim text either.
+    Strings have no markup, and what is printed has no control characters but our own colours. With NO_COLOR
+    it writes no bold or dim text either.
     """
 
     def __init__(self, **settings: Any) -> None:
         if os.environ.get("NO_COLOR"):
             settings["color_system"] = None
-        super().__init__(highlight=False, **settings)
+        super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As in rich, but control characters in texts are shown; those of rich are no texts.
+
+        Where a width is measured before, as in tables, `render_str` has shown them already.
+        """
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """As in rich, of the visible text."""
+        return super().render_str(visible(text), **settings)
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """As in rich, but text is broken between words alone, unless `end` continues the line."""
         if settings.get("end", "\n") == "\n":
-            as_markup = settings.pop("markup", None)
             settings |= {"soft_wrap": False, "crop": False}
-            objects = tuple(self._words(one, as_markup) for one in objects)
+            objects = tuple(Words(one) if isinstance(one, str | Text) else one for one in objects)
         super().print(*objects, **settings)
-
-    def _words(self, one: Any, markup: bool | None) -> Any:
-        if isinstance(one, str):
-            return Words(self.render_str(one, markup=markup))
-        return Words(one) if isinstance(one, Text) else one

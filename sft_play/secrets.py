@@ -1,4 +1,4 @@
-"""Keeps access tokens out of configs, logs and results.
+"""Keeps access tokens, and passwords in addresses, out of configs, logs, results and messages.
 
 A token is recognized by its form, or by its value if the environment holds it under a name such as HF_TOKEN.
 """
@@ -16,6 +16,14 @@ FORMS = re.compile(
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}"
     r"|AKIA[0-9A-Z]{16}"  # AWS
     r")"
+)
+# In an address: the password before an @, or what stands there alone, and signatures and tokens in the query.
+# One that was taken for a path has a single slash. Quotes end it, so that JSON stays JSON. The group before
+# the secret is what stays.
+ADDRESSES = re.compile(
+    r"(?i)(:/{1,2}[^\s/?#:@\"<>]*:)([^\s/?#\"<>]+)(?=@)"
+    r"|(\bhttps?:/{1,2})([^\s/?#:@\"<>]+)(?=@)"
+    r"|([?&](?:[\w-]*(?:token|signature|secret|password|api_?key)|sig)=)([^\s&#\"<>]+)"
 )
 SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)$")
 MIN_LENGTH = 8  # a shorter value in the environment would also match ordinary text
@@ -37,15 +45,26 @@ def find_secret(text: str, environment: Mapping[str, str] = os.environ) -> str |
     for value, name in _values(environment).items():
         if value in text:
             return f"the value of {name}"
-    form = FORMS.search(text)
-    return None if form is None else f"an access token ({form[0][:3]}...)"
+    if form := FORMS.search(text):
+        return f"an access token ({form[0][:3]}...)"
+    return "a password or a token in an address" if ADDRESSES.search(text) else None
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` with each secret replaced by as many asterisks as it has bytes."""
     for value in _values(environment):
-        text = text.replace(value, MASK * len(value.encode("utf-8", "surrogateescape")))
-    return FORMS.sub(lambda found: MASK * len(found[0]), text)
+        text = text.replace(value, _masked(value))
+    text = FORMS.sub(lambda found: _masked(found[0]), text)
+    return ADDRESSES.sub(_mask_last_group, text)
+
+
+def _mask_last_group(found: re.Match[str]) -> str:
+    last = found.lastindex or 0  # of the alternative that matched
+    return found[last - 1] + _masked(found[last])
+
+
+def _masked(secret: str) -> str:
+    return MASK * len(secret.encode("utf-8", "surrogateescape"))
 
 
 def redact_file(path: Path, environment: Mapping[str, str] = os.environ) -> None:

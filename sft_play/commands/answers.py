@@ -8,7 +8,7 @@ from typing import Any
 import regex
 
 from sft_play.errors import ConfigError
-from sft_play.runlog import console
+from sft_play.runlog import warn
 
 PATTERN_SECONDS = 2.0  # for eval.answer_pattern to search a text
 NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
@@ -105,9 +105,9 @@ def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | No
     try:
         return final_answer(text, pattern)
     except TimeoutError:
-        console().print(
-            f"  [yellow]eval.answer_pattern takes more than {PATTERN_SECONDS:g} s, or too much memory, on an "
-            f"answer of {len(text):,} characters, which counts as no match[/]"
+        warn(
+            f"eval.answer_pattern takes more than {PATTERN_SECONDS:g} s, or too much memory, on an answer of "
+            f"{len(text):,} characters, which counts as no match"
         )
         return None
 

@@ -25,7 +25,7 @@ from sft_play.hub import limit_network
 from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
-from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
+from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
 from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
@@ -158,7 +158,12 @@ def model_findings(config: RunConfig) -> Iterator[Finding]:
     if name.startswith(BUILTIN):
         yield Finding(OK, "model", f"model.name: {name} is built in")
     elif folder.is_dir():
-        yield from _folder_findings(folder)
+        try:
+            require_own_weights(config.model)
+        except ConfigError as error:
+            yield Finding(ERROR, "model", str(error))
+        else:
+            yield from _folder_findings(folder)
     elif _is_hub_name(name) or "/" not in name:
         yield _hub_finding("model", "model.name", name, config.model.revision, "model")
     else:
@@ -330,7 +335,8 @@ def device_findings(machine: Machine) -> Iterator[Finding]:
     """GPUs, and other processes on them."""
     if not machine.gpus:
         what = f"training runs on the CPU: {machine.note}"
-        yield Finding(WARNING, "device", what, "fine for the demo; real models need a GPU")
+        fix = "fine for small models, such as SmolLM2-135M; `make plan` says how long a step of others takes"
+        yield Finding(WARNING, "device", what, fix)
         return
     what = f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
     yield Finding(OK, "device", what)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from sft_play.commands.output import require_own_file
+from sft_play.commands.report import read_and_say
 from sft_play.errors import ConfigError
 from sft_play.report.compare_page import compare_page
 from sft_play.report.html import is_page, write_page
 from sft_play.report.plots import COLOURS
-from sft_play.report.record import RunRecord, find_run, read_run
+from sft_play.report.record import RunRecord, find_run
 
 
 def compare_command(
@@ -27,7 +28,7 @@ def compare_command(
     """
     paths = [find_run(name, folder) for name in names]
     _require_several(names, paths)
-    found = [read_run(path) for path in paths]
+    found = [read_and_say(path) for path in paths]
     counts = Counter(run.name for run in found)
     # runs of the same name in different folders are called as they were typed
     runs = [

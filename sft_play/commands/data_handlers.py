@@ -96,7 +96,7 @@ def dapt_docx(args: Arguments) -> int:
     if not args.json:
         for reason in dict.fromkeys(done.skipped.values()):
             names = listed([name for name, other in done.skipped.items() if other == reason], 4)
-            console().print(f"  skipped: {names}: {reason}", markup=False, soft_wrap=True)
+            console().print(f"  skipped: {names}: {reason}")
     text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} skipped"
     settings = ["data.task=cpt", f"data.train_path={args.output}"]
     command = make_command("train", "configs/run_lora.yaml", settings)

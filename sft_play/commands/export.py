@@ -99,7 +99,7 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     for kind, count in result["tensors"].items():
         if kind not in (result["dtype"].upper(), "F32"):
             parts.append(f"{count} matrices in {kind}")
-    say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold", markup=False)
+    say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold")
     if not result["template"]:
         say(
             f"{modelfile} has no TEMPLATE: the chat template does more than can be written for "

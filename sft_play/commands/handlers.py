@@ -213,7 +213,7 @@ def slurm(args: Arguments) -> int:
         groups = job.nodes * job.processes // config.parallel.sequence_ranks
         batch_choices(config.train, max(1, groups), None)
     job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
-    console().print(submission_summary(job_id, job), markup=False)
+    console().print(submission_summary(job_id, job))
     return 0
 
 
@@ -366,7 +366,7 @@ def report(args: Arguments) -> int:
                 from sft_play.commands.scaling import add_scaling
             add_scaling(RunDir(run))
         path = write_report(run)
-        console().print(f"wrote {path}", markup=False, soft_wrap=True)
+        console().print(f"wrote {path}")
     return 0
 
 
@@ -384,5 +384,5 @@ def compare(args: Arguments) -> int:
     with quiet_libraries(cache_dir() / "report.log"):
         runs, path = compare_command(args.names, args.runs, args.output, force=args.force)
         console().print(compare_table(runs))
-        console().print(f"wrote {path}", markup=False, soft_wrap=True)
+        console().print(f"wrote {path}")
     return 0

@@ -103,7 +103,7 @@ def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str], stops: Seq
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             pieces.append(text)
-            console().print(text, end="", markup=False, highlight=False, soft_wrap=True)
+            console().print(text, end="", highlight=False, soft_wrap=True)
 
     return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
@@ -149,13 +149,13 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
         with spinner(LOADING):
             model = load_for_inference(config, weights)
     state = Dialogue(system=config.data.system_prompt)
-    console().print(f"{run.path.name} on {model.device}", style="bold", markup=False)
+    console().print(f"{run.path.name} on {model.device}", style="bold")
     console().print(HELP, style="dim")
     prompts = _prompts_to_try(run)
     if prompts:
         console().print("Rows that were held out, to try:", style="dim")
         for prompt in prompts:
-            console().print(f"  {prompt}", markup=False, highlight=False, soft_wrap=True)
+            console().print(f"  {prompt}", highlight=False, soft_wrap=True)
         console().print(NO_FOLLOW_UP, style="dim")
     while True:
         try:
@@ -172,7 +172,7 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
             message = run_chat_command(state, line)
             if message is None:
                 return
-            console().print(message, style="dim", markup=False)
+            console().print(message, style="dim")
         elif line:
             if line in prompts:  # what it learned and was scored on are questions without a history
                 state.turns.clear()
@@ -321,7 +321,7 @@ def infer_batch(
     earlier = len(done)
     if done:
         text = f"resuming: {output} already has answers to {earlier} of {len(prompts)} rows"
-        console().print(text, markup=False)
+        console().print(text)
     try:
         with quiet_libraries(run.log):
             unfinished = _answer_rows(config, weights, prompts, done, output)
@@ -329,7 +329,7 @@ def infer_batch(
         raise StorageError(f"cannot write OUT={output}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         text = f"answered {len(done)} of {len(prompts)} rows in {output}; run the same command to continue"
-        console().print(text, markup=False)
+        console().print(text)
         raise
     answered = len(done) - earlier
     cut = f" ({unfinished} truncated at {config.eval.max_new_tokens} tokens)" if unfinished else ""

@@ -64,7 +64,7 @@ def push(
     with quiet_libraries(run.log), spinner(f"uploading {size} to {repository}"):
         url, private = _upload(repository, contents, token, public=public, title=config.output.name)
     kind = "private" if private else "public"
-    console().print(f"pushed {counted(len(files), 'file')} ({size}): {url} ({kind})", markup=False)
+    console().print(f"pushed {counted(len(files), 'file')} ({size}): {url} ({kind})")
     return {"url": url, "private": private, "files": sorted(contents)}
 
 

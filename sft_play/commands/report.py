@@ -3,15 +3,17 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.libraries import library_failure
 from sft_play.report.record import activity_of
-from sft_play.runlog import RunDir, console, read_json, update_summary
+from sft_play.runlog import RunDir, console, read_json, update_summary, warn
 from sft_play.spelling import as_typed
+
+if TYPE_CHECKING:
+    from sft_play.report.record import RunRecord
 
 
 def write_report(path: Path) -> Path:
@@ -22,12 +24,21 @@ def write_report(path: Path) -> Path:
         StorageError: the report cannot be written.
     """
     from sft_play.report.html import write_page  # with plots, which the ranks need not load
-    from sft_play.report.record import read_run
     from sft_play.report.run_page import run_page
 
     target = RunDir(path).report
-    write_page(run_page(read_run(path)), target)
+    write_page(run_page(read_and_say(path)), target)
     return target
+
+
+def read_and_say(path: Path) -> "RunRecord":
+    """A run; says which of its files cannot be read. CheckpointError if there is no such run."""
+    from sft_play.report.sound import read_sound
+
+    run = read_sound(path)
+    if run.damaged:
+        warn(f"{run.name}: damaged and omitted: {', '.join(run.damaged)}")
+    return run
 
 
 def lacks_scaling(run: RunDir) -> bool:
@@ -45,10 +56,7 @@ def try_report(run: RunDir) -> dict[str, Path]:
     try:
         return {"report": write_report(run.path)}
     except Exception as error:  # noqa: BLE001 - see above
-        reason = escape(
-            as_typed(f"the report could not be written: {error}; try `make report RUN={run.path}`")
-        )
-        console().print(f"  [yellow]{reason}[/]", soft_wrap=True)
+        warn(as_typed(f"the report could not be written: {error}; try `make report RUN={run.path}`"))
         return {}
 
 
@@ -106,4 +114,4 @@ def _what_is_saved(run: RunDir, *, begun: bool) -> str:
 
 def _report(run: RunDir) -> None:
     for path in try_report(run).values():
-        console().print(f"  partial report: {path}", style="dim", markup=False)
+        console().print(f"  partial report: {path}", style="dim")

@@ -1,7 +1,5 @@
 """A run on other numbers of processes: planned when its report is asked for, since training must not wait."""
 
-from rich.markup import escape
-
 from sft_play.builtin.demo import materialise
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
@@ -11,7 +9,7 @@ from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.facts import DataFacts, row_sizes
 from sft_play.planning.other_machines import scaling
 from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, console, read_json
+from sft_play.runlog import RunDir, read_json, warn
 from sft_play.sizing.architecture import planning_architecture
 
 
@@ -31,7 +29,7 @@ def add_scaling(run: RunDir) -> None:
             rows = scaling(planned, architecture, facts, machine)
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - see above
-        console().print(f"  [yellow]{escape(f'no plans for other numbers of processes: {error}')}[/]")
+        warn(f"no plans for other numbers of processes: {error}")
 
 
 def _require_its_machine(run: RunDir, machine: Machine) -> None:

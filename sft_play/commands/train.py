@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from sft_play.builtin.demo import materialise
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
@@ -31,7 +29,16 @@ from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import RunDir, console, hold_run, open_run, quiet_libraries, read_json, update_summary
+from sft_play.runlog import (
+    RunDir,
+    console,
+    hold_run,
+    open_run,
+    quiet_libraries,
+    read_json,
+    update_summary,
+    warn,
+)
 
 MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
 
@@ -156,7 +163,7 @@ def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
         # here the error no longer refers to the memory of the session that failed
         job, line = _smaller_job(job, reason)
         said.append(line)
-        console().print(f"  [yellow]{escape(line)}[/]")
+        warn(line)
 
 
 def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
@@ -225,7 +232,7 @@ def compare(job: Job) -> dict[str, Any] | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        console().print("  [yellow]no answers are compared: the model does not fit on one device[/]")
+        warn("no answers are compared: the model does not fit on one device")
         return None
     if comparison is None:  # no row ends in an answer
         return None
@@ -239,7 +246,7 @@ def compare(job: Job) -> dict[str, Any] | None:
         try:
             show_answers(job.run, steps, comparison["samples"], comparison)
         except OSError as error:
-            console().print(f"[yellow]the sample answers are not in TensorBoard: {error.strerror}[/]")
+            warn(f"the sample answers are not in TensorBoard: {error.strerror}")
     return comparison
 
 

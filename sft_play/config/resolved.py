@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.files import read_whole
+
+LONGEST = 2**20  # bytes
 LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: (?P<rest>.+))?$", re.MULTILINE)
 
 
@@ -24,7 +27,7 @@ def read_resolved(path: Path) -> dict[str, Setting]:
     A run of an earlier version may have settings that the schema does not know any more.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_whole(path, LONGEST).decode(errors="replace")
     except OSError:
         return {}
     settings: dict[str, Setting] = {}

@@ -17,7 +17,7 @@ from sft_play.data.tokens import IGNORED
 from sft_play.errors import StorageError
 from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest
-from sft_play.runlog import console
+from sft_play.runlog import console, warn
 
 if TYPE_CHECKING:
     import datasets
@@ -73,7 +73,7 @@ def build(
             if damage is None:
                 return
             if has_manifest(folder):
-                console().print(f"  [yellow]the cache {folder} is damaged: {damage}; tokenizing again[/]")
+                warn(f"the cache {folder} is damaged: {damage}; tokenizing again")
             for left in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()

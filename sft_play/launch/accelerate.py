@@ -31,7 +31,7 @@ from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
-from sft_play.runlog import RunDir, console
+from sft_play.runlog import RunDir, console, warn
 from sft_play.secrets import redact_file
 from sft_play.units import counted
 
@@ -137,7 +137,7 @@ def launch(
     """
     engine = engine_of(plan.engine)
     if warning := stale_default_config(plan.world_size, engine):
-        console().print(f"[yellow]{warning}[/]")
+        warn(warning)
     engine.prepare_launch()
     command = launch_command(
         [str(SCRIPT), *arguments],
@@ -187,6 +187,7 @@ def run_launcher(
         stopped_by=watch.stopped_by,
         log_tail=tail,
         hung=watch.hung,
+        paused_s=watch.paused_s,
         kernel_killed=oom_kills() > kills,
     )
     is_cause_here = watch.cause_reported or bool(watch.hung) or watch.stopped_by is not None or not started

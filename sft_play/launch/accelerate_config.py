@@ -75,7 +75,7 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
     settings = re.sub("^#.*\n", "", text, flags=re.MULTILINE).strip()
     said = f"wrote {path}, which `accelerate launch` reads without --config_file:\n\n{settings}\n"
-    console().print(said, markup=False, soft_wrap=True)
+    console().print(said)
     console().print(ending({}, [LAUNCH]))
     return 0
 

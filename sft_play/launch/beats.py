@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sft_play.launch.ranks import reports_folder
@@ -23,6 +23,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 EXIT_MARGIN_S = 5
 LINE = 160
 STACK_LINES = 12
+NOTICED_S = 1.0  # a wait that ends later than this was a pause
+SETUP, DONE = "model setup", "done"  # positions in which no limit counts
 # Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them.
 WAITING = ("torch/distributed/", "run_backward", "deepspeed/comm/")
 
@@ -38,13 +40,45 @@ class Beat:
     age_s: float
 
 
-class Pulse:
-    """The heartbeats of this process."""
+class OwnTime:
+    """Time without the pauses in which this process did not run: it was stopped, or its machine slept.
 
-    def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
+    Processes beside it paused as well, so that nobody hangs who was silent only then. The wall clock is used,
+    since others stand still while a machine sleeps.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._last = clock, clock()
+        self._pauses: list[tuple[float, float]] = []  # when each ended, and its seconds
+
+    def waited(self, seconds: float) -> None:
+        """Notes a pause if a wait of so many seconds, begun at the last call, took longer; call it often."""
+        now = self._clock()
+        late = now - self._last - seconds
+        if late > NOTICED_S:
+            self._pauses.append((now, late))
+        self._last = now
+
+    def paused(self, since: float) -> float:
+        """Seconds of the pauses that ended after a moment of the wall clock."""
+        return sum(seconds for ended, seconds in self._pauses if ended > since)
+
+    def since(self, moment: float) -> float:
+        """Seconds since a moment of the wall clock, without pauses."""
+        return self._clock() - moment - self.paused(moment)
+
+
+class Pulse:
+    """The heartbeats of this process.
+
+    `exits`: whether it ends itself if the limit passes; under our launcher, that is up to its `Watch`, which
+    knows of pauses.
+    """
+
+    def __init__(self, run: RunDir, rank: int, limit_s: float, *, exits: bool = True) -> None:
         folder = reports_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        self._limit_s, self._armed_at = limit_s, 0.0
+        self._limit_s, self._armed_at, self._exits = limit_s, 0.0, exits
         self._beat = os.open(folder / f"{rank}.beat", os.O_WRONLY | os.O_CREAT)
         self._stack = (folder / f"{rank}.stack").open("w")
         faulthandler.register(STACKS_SIGNAL, file=self._stack, all_threads=True)
@@ -55,33 +89,41 @@ class Pulse:
             os.pwrite(self._beat, f"{os.getpid()} {self._limit_s} {where}"[:LINE].ljust(LINE).encode(), 0)
 
     def restart_watchdog(self) -> None:
-        """Restarts the watchdog: this process dumps its stacks and exits if the limit and a margin pass."""
+        """Restarts the watchdog: this process dumps its stacks if the limit and a margin pass."""
         now = time.monotonic()
         # Restarting takes a tenth of a millisecond, so it is done only once in a while.
         if now - self._armed_at > min(1.0, self._limit_s / 10):
             self._armed_at = now
-            faulthandler.dump_traceback_later(self._limit_s + EXIT_MARGIN_S, file=self._stack, exit=True)
+            limit_s = self._limit_s + EXIT_MARGIN_S
+            faulthandler.dump_traceback_later(limit_s, file=self._stack, exit=self._exits)
 
     def stop(self) -> None:
         """Stops the watchdog."""
         faulthandler.cancel_dump_traceback_later()
-        self.beat("done")
+        self.beat(DONE)
 
 
-def read_beats(run: RunDir, ranks: Iterable[int]) -> list[Beat]:
-    """The last heartbeats of those `ranks` that have one."""
-    beats = []
+def read_beats(run: RunDir, ranks: Iterable[int], own_time: OwnTime | None = None) -> list[Beat]:
+    """The last heartbeats of those `ranks` that have one; pauses in `own_time`, the reader's, age none."""
+    beats, own_time = [], own_time or OwnTime()
     for rank in ranks:
         path = reports_folder(run) / f"{rank}.beat"
         with contextlib.suppress(OSError, ValueError):
             pid, limit, where = path.read_text(encoding="utf-8").strip().split(" ", 2)
-            beats.append(Beat(rank, int(pid), float(limit), where, time.time() - path.stat().st_mtime))
+            beats.append(Beat(rank, int(pid), float(limit), where, own_time.since(path.stat().st_mtime)))
     return beats
 
 
 def is_stalled(beats: Iterable[Beat]) -> bool:
     """Whether no rank made progress for about the limit, so that a failure is a timeout and not a crash."""
     return min((beat.age_s / beat.limit_s for beat in beats), default=0.0) > 0.9
+
+
+def is_overdue(beats: Iterable[Beat]) -> bool:
+    """Whether a rank made no progress for the limit and the margin in which it should have failed itself."""
+    return any(
+        beat.age_s > beat.limit_s + 2 * EXIT_MARGIN_S for beat in beats if beat.where not in (SETUP, DONE)
+    )
 
 
 def read_stack(run: RunDir, rank: int) -> str:

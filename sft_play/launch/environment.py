@@ -11,6 +11,8 @@ from collections.abc import Iterable, MutableMapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from sft_play.machine.host import asked_threads
+
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
 PRECISION = "train.mixed_precision decides"
@@ -75,7 +77,12 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "6000"}
 
 
 def set_environment(*, rank: bool = False) -> None:
-    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run."""
+    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run.
+
+    Raises:
+        ConfigError: the environment asks for more threads than a process can have.
+    """
+    asked_threads()
     settle_environment(os.environ, rank=rank)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes

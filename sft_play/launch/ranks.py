@@ -34,6 +34,11 @@ KERNEL_KILLED = (
     "the run take less (train.batch_size, NGPU, data.num_workers), or free some"
 )
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
+PAUSED = (
+    "the processes did not run for {:.0f} s: a scheduler stopped them, or the machine slept. What they were "
+    "exchanging timed out meanwhile (parallel.timeout_s); none of them hangs. `make resume` continues, and a "
+    "larger parallel.timeout_s outlasts such a pause"
+)
 # Parts of a rank's error message when the cause is that another rank is gone.
 LOST_PEER = (
     "connection closed by peer",
@@ -183,6 +188,7 @@ def outcome(
     stopped_by: str | None,
     log_tail: str,
     hung: Mapping[int, str] | None = None,
+    paused_s: float = 0.0,
     kernel_killed: bool = False,
 ) -> RankExit:
     """The outcome of a launched run, from the reports of its ranks and the launcher's exit status.
@@ -191,10 +197,12 @@ def outcome(
 
     `exits` has the earliest first, `ranks` are those of this machine, and `status` is the launcher's.
     `stopped_by` names the signal that stopped the run. `hung` has a message for each rank that made no
-    progress when the others timed out.
+    progress when the others timed out; `paused_s` says that nothing ran for so long, which is why.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
+    if paused_s and failed and all(says_lost_peer(report.message) for report in failed):
+        return RankExit(failed[0].rank, LaunchError.exit_code, PAUSED.format(paused_s))
     with_cause = [report for report in failed if not (silent and says_lost_peer(report.message))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])

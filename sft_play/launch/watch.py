@@ -9,7 +9,15 @@ from typing import Any
 
 import psutil
 
-from sft_play.launch.beats import STACKS_SIGNAL, hanging, is_stalled, read_beats, read_stack
+from sft_play.launch.beats import (
+    STACKS_SIGNAL,
+    OwnTime,
+    hanging,
+    is_overdue,
+    is_stalled,
+    read_beats,
+    read_stack,
+)
 from sft_play.launch.link import Link
 from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
 from sft_play.machine.process import handling
@@ -35,11 +43,13 @@ class Watch:
     ) -> None:
         self.stopped_by: str | None = None
         self.hung: dict[int, str] = {}  # rank -> message about it
+        self.paused_s = 0.0  # in which nothing ran, if that is why the ranks made no progress
         self.cause_reported = False  # whether the other machines know that the root cause is on this one
         self._link = link
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
         self._killed = False  # whether we killed the launcher
+        self._own_time = OwnTime()
 
     @property
     def started(self) -> bool:
@@ -48,18 +58,18 @@ class Watch:
 
     def until_end(self, timeout_s: float | None = None) -> int:
         """Waits for the launcher, kills processes that are left over, and returns its exit status."""
-        began = time.monotonic()
+        began = time.time()
         failed_at: float | None = None
         stalled = False  # whether no rank made progress when the first one failed, so that it timed out
         while self._process.poll() is None:
-            now = time.monotonic()
-            if failed_at is None and (self._a_rank_failed() or (self._link and self._link.failure())):
-                failed_at, stalled = now, is_stalled(read_beats(self._run, self._numbers))
-            late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
-            if late or (timeout_s is not None and now - began > timeout_s):
+            if failed_at is None and self._has_failed():
+                failed_at, stalled = time.time(), self._is_stalled()
+            late = failed_at is not None and self._own_time.since(failed_at) > FAILURE_GRACE_S
+            if late or (timeout_s is not None and self._own_time.since(began) > timeout_s):
                 self._end(stalled)
             time.sleep(POLL_S)
-        self._end(stalled if failed_at is not None else is_stalled(read_beats(self._run, self._numbers)))
+            self._own_time.waited(POLL_S)
+        self._end(stalled if failed_at is not None else self._is_stalled())
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return 1 if self._killed else self._process.returncode
 
@@ -92,6 +102,21 @@ class Watch:
                     if self._script in argv and LAUNCHER_MODULE not in argv:
                         self._ranks[child.pid] = child
 
+    def _has_failed(self) -> bool:
+        """Whether the run has: here, on another machine, or because a rank makes no progress."""
+        if self._a_rank_failed() or (self._link and self._link.failure()):
+            return True
+        return is_overdue(read_beats(self._run, self._numbers, self._own_time))
+
+    def _is_stalled(self) -> bool:
+        """Whether the ranks made no progress though they ran; notes how long they did not, if that is why."""
+        self._own_time.waited(POLL_S)
+        stalled = is_stalled(read_beats(self._run, self._numbers, self._own_time))
+        silent = read_beats(self._run, self._numbers)
+        if is_stalled(silent) and not stalled:
+            self.paused_s = max(self._own_time.paused(time.time() - beat.age_s) for beat in silent)
+        return stalled
+
     def _a_rank_failed(self) -> bool:
         """Whether a rank reported a failure (it may still be exiting), or ended without a report."""
         self._look_for_ranks()
@@ -106,7 +131,7 @@ class Watch:
 
     def _hanging_ranks(self) -> dict[int, str]:
         """Asks the ranks without a report for their stacks; returns a message for each that hangs."""
-        beats = read_beats(self._run, self._numbers)
+        beats = read_beats(self._run, self._numbers, self._own_time)
         reported = {report.rank for report in read_rank_exits(self._run, self._numbers)}
         silent = [beat for beat in beats if beat.rank not in reported]
         for beat in silent:

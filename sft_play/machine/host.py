@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.errors import ConfigError
 from sft_play.extras import install_command
+from sft_play.units import counted
 
 if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 NO_LIMIT_FROM = 2**60  # cgroup v1 reports a huge number if there is no limit
+MOST_THREADS = 1024  # of a process; OpenMP crashes where it cannot start as many as it is asked for
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,23 @@ def detect_host(root: Path = Path("/")) -> Host:
         ram_free_bytes=max(0, free),
         ram_limited=total < memory.total,
     )
+
+
+def asked_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The threads that OMP_NUM_THREADS gives each process; None if it is no number, which OpenMP ignores.
+
+    Raises:
+        ConfigError: it is more than MOST_THREADS.
+    """
+    text = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the rest is for nested ones
+    if not re.fullmatch(r"[0-9]+", text):
+        return None
+    if len(text.lstrip("0")) > len(str(MOST_THREADS)) or int(text) > MOST_THREADS:
+        raise ConfigError(
+            f"OMP_NUM_THREADS={text[:20]}: expected at most {MOST_THREADS:,} threads a process; this machine "
+            f"has {counted(usable_cores(), 'usable core')}. Unset it, and the processes share the cores"
+        )
+    return int(text) or None
 
 
 def _read(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from sft_play.model.adapters import attach_adapter, load_adapter, require_fittin
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
-from sft_play.model.files import compare_with_index
+from sft_play.model.files import compare_with_index, require_own_weights
 from sft_play.model.four_bit import nf4, quantize_later
 from sft_play.model.load import (
     empty_base,
@@ -36,7 +36,7 @@ from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
-from sft_play.runlog import console
+from sft_play.runlog import warn
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
@@ -71,12 +71,10 @@ def load_base(
     `as_stored`, weights are neither cast nor quantized before each is put to use (`engines.stored`).
 
     Raises:
-        ConfigError: the folder or repository has no weights that can be loaded, or they are damaged.
+        ConfigError: the folder or repository has no weights that can be loaded, names files as such that are
+            none of its own, or they are damaged.
     """
-    folder = Path(model.name)
-    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
+    _require_weights(model)
     if checks_files:
         _require_undamaged(model)
     attention.register()
@@ -105,7 +103,7 @@ def load_base(
             raise
         raise not_loadable("weights", model, error) from error
     loaded, info = with_info
-    if checks_files and not folder.is_dir():
+    if checks_files and not Path(model.name).is_dir():
         require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
@@ -117,13 +115,22 @@ def load_base(
     return loaded
 
 
+def _require_weights(model: ModelConfig) -> None:
+    """Refuses a folder without safetensors, and weights that are to be read from other files."""
+    folder = Path(model.name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
+    require_own_weights(model)
+
+
 def _require_undamaged(model: ModelConfig) -> None:
     """Checks a folder against its manifest and its index, if it has them, and known hashes of the Hub."""
     folder = Path(model.name)
     require_as_published(model)
     damage, odd = (find_damage(folder), None) if has_manifest(folder) else compare_with_index(folder)
     if odd:
-        console().print(f"  [yellow]warning[/]: {folder}: {odd}; is it a complete copy?")
+        warn(f"warning: {folder}: {odd}; is it a complete copy?")
     if damage:
         raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
 

@@ -1,5 +1,6 @@
 """The files of a model: what a folder has, and whether it is the same model as before. No torch."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -24,6 +25,7 @@ WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".npz",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
+OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # of a folder; other kinds of files can hold code
 TEMPLATES = "additional_chat_templates"  # the only folder in a model's folder that tokenizers read
 
 
@@ -66,7 +68,7 @@ def unpinned_code(name: str, revision: str | None) -> str | None:
     return elsewhere[0].partition("--")[0] if elsewhere else None
 
 
-def _listed(folder: Path) -> tuple[dict[str, str], Any]:
+def _read_index(folder: Path) -> tuple[dict[str, str], Any]:
     """Tensor -> file of the index of a folder's weights, and its metadata; {} if there is none to be read."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -76,8 +78,48 @@ def _listed(folder: Path) -> tuple[dict[str, str], Any]:
         return {}, None
 
 
+def foreign_weights(folder: Path) -> str | None:
+    """What a folder calls its weights although it is no safetensors file of its own, in words; else None.
+
+    Libraries would open such a file, which is another model's, or pickled: loading that can run code.
+    """
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_weights")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        named = None
+    if named not in (None, INDEX) and not OWN_FILE.fullmatch(str(named)):
+        return f"config.json names {str(named)[:100]!r} in transformers_weights"
+    names = sorted(set(_read_index(folder)[0].values()))
+    foreign = next((name for name in names if not OWN_FILE.fullmatch(name)), None)
+    return None if foreign is None else f"{INDEX} lists {foreign[:100]!r}"
+
+
+def require_own_weights(model: ModelConfig) -> None:
+    """Raises a ConfigError if a model, in a folder or on the Hub, has `foreign_weights`."""
+    folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model, INDEX)
+    if folder:
+        _require_own_weights(folder, model.name)
+
+
+def _require_own_weights(folder: Path, name: str) -> None:
+    if found := foreign_weights(folder):
+        raise ConfigError(
+            f"model.name: the weights of '{name}' are not loaded: {found}. Allowed are names of files beside "
+            f"it that end with .safetensors, since others can run code when loaded; {FROM_EITHER}"
+        )
+
+
+def _listed(folder: Path) -> tuple[dict[str, str], Any]:
+    """`_read_index` of a folder without `foreign_weights`; ConfigError if it has some."""
+    _require_own_weights(folder, str(folder))
+    return _read_index(folder)
+
+
 def weight_files(folder: Path) -> list[str]:
-    """The weight files of a model's folder that are loaded: one, those of its index, or all."""
+    """The weight files of a model's folder that are loaded: one, those of its index, or all.
+
+    This and what else reads the index raises a ConfigError if the folder has `foreign_weights`.
+    """
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     listed = set(_listed(folder)[0].values())
@@ -163,12 +205,19 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _cached_folder(model: ModelConfig) -> Path | None:
-    """The folder of the model's current commit in the Hub's cache; None if there is none."""
+def _cached_folder(model: ModelConfig, also: str | None = None) -> Path | None:
+    """The folder of the model's current commit in the Hub's cache, with a file `also` there if it has one.
+
+    None if there is none.
+    """
     from huggingface_hub import hf_hub_download
 
     limit_network()
     try:
-        return Path(hf_hub_download(model.name, "config.json", revision=model.revision)).parent
+        folder = Path(hf_hub_download(model.name, "config.json", revision=model.revision)).parent
     except Exception:  # whoever loads the model says what is wrong
         return None
+    if also:
+        with contextlib.suppress(Exception):  # as above
+            hf_hub_download(model.name, also, revision=model.revision)
+    return folder

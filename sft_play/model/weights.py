@@ -9,8 +9,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.manifest import find_damage, has_manifest, read_manifest
 from sft_play.model.base_files import require_same_base
-from sft_play.model.files import missing_shards
-from sft_play.runlog import RunDir, console, read_json
+from sft_play.model.files import foreign_weights, missing_shards
+from sft_play.runlog import RunDir, read_json, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,8 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
         raise CheckpointError(f"{folder} has no *.safetensors weights (found: {found})\n{next_command}")
+    if foreign := foreign_weights(folder):
+        raise CheckpointError(f"{folder} is damaged: {foreign}, no *.safetensors beside it\n{next_command}")
     if missing := missing_shards(folder):
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}, listed in its index\n{next_command}")
     require_undamaged(folder, next_command)
@@ -88,7 +90,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
         base, asked = read_json(folder / settings).get("base_model_name_or_path"), config.model.name
         if base is not None and Path(base).name != Path(asked).name:
             warning = f"the adapter was trained on {base}, but the config's model.name is {asked}"
-            console().print(f"[yellow]warning[/]: {warning}")
+            warn(f"warning: {warning}")
         require_same_base(config.model, run)
     return folder
 

@@ -8,6 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
+from sft_play.machine.host import asked_threads
 from sft_play.plan import Device
 from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
 from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
@@ -64,8 +65,7 @@ def training_threads(machine: Machine, processes: int) -> int | None:
     """Threads per process when training on the CPU, as the launcher sets them; None on GPUs."""
     if machine.gpus:
         return None
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
+    return asked_threads() or max(1, (machine.host.cpu_cores or 1) // processes)
 
 
 def memory_device(

@@ -26,7 +26,7 @@ from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.planning.divided import most_of_a_rank
-from sft_play.runlog import console
+from sft_play.runlog import warn
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
@@ -323,7 +323,7 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     try:
         return DataFacts.of_sizes(row_sizes(config, architecture, progress=progress), config)
     except (ConfigError, DataError) as error:
-        console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")
+        warn(f"planned without data: {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)
 
 

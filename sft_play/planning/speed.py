@@ -26,7 +26,7 @@ from sft_play.planning.drafts import choose_precision
 from sft_play.planning.plausible import believed
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
-from sft_play.runlog import console
+from sft_play.runlog import warn
 
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
@@ -178,7 +178,7 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
     try:
         saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast.precision == "bf16")
     except LaunchError as error:
-        console().print(f"  [yellow]{error}[/]")
+        warn(str(error))
 
 
 def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:

@@ -95,11 +95,11 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))
     yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
-    yield Text(run.plan["why"] or [NOT_RECORDED])
+    yield Text([str(reason) for reason in run.plan["why"]] or [NOT_RECORDED])
     if run.plan["alternatives"]:
         yield alternatives_table(run.plan)
     if said := run.summary.get("out_of_memory"):
-        yield Text(said, warning=True)
+        yield Text([str(line) for line in said], warning=True)
 
 
 def alternatives_table(tree: Mapping[str, Any]) -> Table:

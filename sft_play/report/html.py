@@ -116,6 +116,11 @@ def render(page: Page, template: str = TEMPLATE, **more: Any) -> str:
     return _environment().get_template(template).render(page=page, **more)
 
 
+def render_part(template: str, **values: Any) -> Markup:
+    """A part of a page, made by a template of its own; masked and escaped as in `render`."""
+    return Markup(_environment().get_template(template).render(**values))
+
+
 @functools.cache
 def _environment() -> Environment:
     """The templates of this folder."""
@@ -132,9 +137,12 @@ def _environment() -> Environment:
     return environment
 
 
-def _wrapped(text: str) -> Markup:
-    """A text whose long names may be wrapped after each part; masked, as `finalize` leaves it alone."""
-    return Markup(PART.sub(r"\g<0><wbr>", str(escape(redact(text)))))
+def _wrapped(cell: Any) -> Markup:
+    """A text whose long names may be wrapped after each part; masked, as `finalize` leaves it alone.
+
+    What a file has in the place of a text is shown as it is.
+    """
+    return Markup(PART.sub(r"\g<0><wbr>", str(escape(redact(str(cell))))))
 
 
 def is_page(path: Path) -> bool:

@@ -50,7 +50,7 @@ def gpu_info_table(machine: Machine) -> RenderableType:
         parts += [table, *(Words(line, hang=2) for line in users)]
         parts.append(f"driver {_or_na(machine.driver)}, CUDA up to {_or_na(machine.cuda)}")
     else:
-        parts.append("[bold]No GPU found[/]: training runs on the CPU")
+        parts.append(Text.assemble(("No GPU found", "bold"), ": training runs on the CPU"))
     if machine.note:
         parts.append(Words(Text(machine.note, style="yellow")))
     cpu = f"{_or_na(host.cpu_model)}, {counted(host.cpu_cores, 'usable core')}"

@@ -3,20 +3,35 @@
 import json
 import math
 import statistics
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.resolved import Setting, read_resolved
 from sft_play.errors import CheckpointError
+from sft_play.files import open_regular
 from sft_play.report.tables import METRICS, said_of, with_perplexity
-from sft_play.runlog import RunDir, held_since, read_json, read_metrics
+from sft_play.runlog import LONGEST_METRICS, RunDir, held_since, read_json, read_metrics
+from sft_play.units import MIB
 
 SPLITS = ("val", "test")
 SHOWN_ANSWERS = 5
+LONGEST_ANSWER = 16 * MIB  # bytes of a line
 RECENT = 5  # records whose mean says how long the next steps take
 Tree = dict[str, Any]
+# JSON that is sound, but not what we wrote
+OTHER_FORM = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+# The files whose values stand on every page of a run -> where `RunRecord` has them.
+FIELDS = {
+    "summary.json": "summary",
+    "plan.json": "plan",
+    "metrics.jsonl": "metrics",
+    "environment.json": "environment",
+    "data.json": "data",
+    "config.resolved.yaml": "settings",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,11 @@ class RunRecord:
     answers: dict[str, list[Tree]] = field(default_factory=dict)  # split -> the first answers of `make eval`
     damaged: tuple[str, ...] = ()  # names of files that cannot be read
     activity: str = ""  # as in `activity_of`, when it was read
+
+    def without(self, *names: str) -> "RunRecord":
+        """The run as it would be if these files, of those in FIELDS, were damaged."""
+        empty = {FIELDS[name]: type(getattr(self, FIELDS[name]))() for name in names}
+        return replace(self, **empty, damaged=(*self.damaged, *names))
 
     def value(self, name: str) -> Any:
         """The value of a setting; None if it is unknown."""
@@ -126,6 +146,7 @@ def read_run(path: Path) -> RunRecord:
     settings = read_resolved(run.config)
     damaged = [file for file, tree in trees.items() if not tree and file.exists()]
     damaged += [run.config] if run.config.exists() and not settings else []
+    damaged += [run.metrics] if run.metrics.exists() and not _can_be_read(run.metrics) else []
     return RunRecord(
         name=path.resolve().name,
         settings=settings,
@@ -189,20 +210,26 @@ def other_runs(folder: Path) -> str:
 
 
 def _steps(run: RunDir) -> list[Tree]:
-    """The metrics in the order of their steps; records without a step are left out."""
+    """The metrics in the order of their steps; records without a step that can be one are left out."""
     try:
         records = read_metrics(run)
-    except (OSError, TypeError, RecursionError):
+    except (TypeError, RecursionError):
         return []
-    numbered = [record for record in records if isinstance(record.get("step"), int)]
+    numbered = [record for record in records if type(step := record.get("step")) is int and 0 <= step < 2**53]
     return sorted(numbered, key=lambda record: record["step"])
+
+
+def _can_be_read(metrics: Path) -> bool:
+    own_file = metrics.is_file() and not metrics.is_symlink()
+    return own_file and metrics.stat().st_size <= LONGEST_METRICS
 
 
 def _first_answers(path: Path) -> list[Tree]:
     """The first records of a file with one answer a line; it may be long."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            found = [json.loads(line) for line in islice(file, SHOWN_ANSWERS)]
+        with open_regular(path) as file:
+            lines = [file.readline(LONGEST_ANSWER) for _ in range(SHOWN_ANSWERS)]
+        found = [json.loads(line.decode(errors="replace")) for line in lines if line]
     except (OSError, ValueError, RecursionError):
         return []
     return [answer for answer in found if isinstance(answer, dict)]

@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -13,7 +13,7 @@ from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.plots import histogram
 from sft_play.report.reasons import ranks_text
-from sft_play.report.record import RECENT, RunRecord, Tree, scores_of_models
+from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
     METRICS,
@@ -35,7 +35,6 @@ from sft_play.units import capitalized, counted, format_bytes, format_count, for
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 TILES = ("loss,", "peak memory", "tokens/s", "training time", "steps")  # the key numbers that say most
 Build = Callable[[RunRecord], Iterator[Block]]
-OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError)  # JSON that is sound but not what we wrote
 
 
 def run_page(run: RunRecord) -> Page:
@@ -52,16 +51,14 @@ def run_page(run: RunRecord) -> Page:
         ("asked", "What was asked", asked_blocks),
         ("environment", "Environment", environment_blocks),
     ]
+    return replace(run_heading(run), sections=[_section(run, *part) for part in parts])
+
+
+def run_heading(run: RunRecord) -> Page:
+    """The page of a run without its sections."""
     numbers = [number for number in key_numbers(run) if number.name.startswith(TILES)]
     tiles = [(number.name, number.text) for number in numbers if number.text != MISSING]
-    return Page(
-        title=run.name,
-        subtitle=_subtitle(run),
-        status=status_line(run),
-        facts=facts(run),
-        tiles=tiles,
-        sections=[_section(run, *part) for part in parts],
-    )
+    return Page(run.name, _subtitle(run), [], tiles, status_line(run), facts(run))
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -202,7 +199,8 @@ def tokens_per_second(run: RunRecord) -> float | None:
 
 
 def _number(name: str, value: Any, form: Callable[[Any], str]) -> KeyNumber:
-    return KeyNumber(name, formatted(value, form), value)
+    text = formatted(value, form)
+    return KeyNumber(name, text, None if text == MISSING else value)
 
 
 def _training(run: RunRecord) -> Iterator[Block]:
@@ -256,7 +254,7 @@ def _data(run: RunRecord) -> Iterator[Block]:
     if reasons:
         yield Text(reasons)
     if data.get("warnings"):
-        yield Text(data["warnings"], warning=True)
+        yield Text([str(line) for line in data["warnings"]], warning=True)
     yield Text([f"Fingerprint of the tokenized rows: {data.get('fingerprint', MISSING)}"])
 
 

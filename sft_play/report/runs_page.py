@@ -1,16 +1,20 @@
 """The list of runs: what each is doing or how it ended, and its most important numbers."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from sft_play.report.html import Page
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import progress_line, status_word, tokens_per_second
 from sft_play.report.tables import MISSING, formatted
+from sft_play.secrets import redact
 from sft_play.units import counted, format_bytes
 
-TEMPLATE = "runs.html.j2"
+TEMPLATE, ROW = "runs.html.j2", "runs_row.html.j2"
 LOSS = "{:.4f}".format
+NOT_UTF8 = "its name is not UTF-8: rename the folder to open it"
 
 
 @dataclass(frozen=True)
@@ -18,10 +22,12 @@ class RunRow:
     """A run in the list; all but the share of its steps are texts."""
 
     name: str
+    address: str  # of its page; "" if it can have none
     status: str
     progress: str  # the step and the time left of a run that is running
     share: float | None  # of the steps that are done; None if it is not running
     cells: Sequence[tuple[str, str]]  # what a number is, and its text
+    active: bool  # whether something works on it
 
 
 def run_row(run: RunRecord) -> RunRow:
@@ -40,13 +46,17 @@ def run_row(run: RunRecord) -> RunRow:
         ("memory, measured", formatted(measured, lambda size: format_bytes(int(size)))),
         ("started", str(run.environment.get("started") or MISSING)),
     )
-    return RunRow(run.name, status_word(run), progress_line(run) if running else "", share, cells)
+    name, status = os.fsencode(run.name).decode(errors="backslashreplace"), [status_word(run)]
+    own_name = name == run.name
+    status += [f"cannot be read: {', '.join(run.damaged)}"] if run.damaged else []
+    status += [] if own_name else [NOT_UTF8]
+    address = f"/runs/{quote(redact(name))}" if own_name else ""
+    progress = progress_line(run) if running else ""
+    return RunRow(name, address, "; ".join(status), progress, share, cells, bool(run.activity))
 
 
-def runs_page(runs: Sequence[RunRecord], folder: str) -> tuple[Page, list[RunRow]]:
-    """The page and its rows; the runs that something works on come first."""
-    active = [run for run in runs if run.activity]
-    ordered = [*active, *(run for run in runs if not run.activity)]
-    said = f"{counted(len(runs), 'run')} in {folder}, {len(active) or 'none'} of them running"
-    page = Page("Runs", said if runs else f"There are no runs in {folder} yet", [])
-    return page, [run_row(run) for run in ordered]
+def runs_page(rows: Sequence[RunRow], folder: str) -> Page:
+    """The page, whose rows come beside it."""
+    active = sum(row.active for row in rows)
+    said = f"{counted(len(rows), 'run')} in {folder}, {active or 'none'} of them running"
+    return Page("Runs", said if rows else f"There are no runs in {folder} yet", [])

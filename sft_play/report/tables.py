@@ -57,8 +57,11 @@ AMOUNTS: dict[str, tuple[str, Format]] = {
 
 
 def formatted(value: Any, form: Format) -> str:
-    """The text of a number; n/a if it is none."""
-    return form(value) if isinstance(value, int | float) else MISSING
+    """The text of a number; n/a if it is none, or none of its kind, such as an infinite number of bytes."""
+    try:
+        return form(value) if isinstance(value, int | float) else MISSING
+    except (ArithmeticError, ValueError):
+        return MISSING
 
 
 def metric_rows(columns: Models) -> list[tuple[str, ...]]:

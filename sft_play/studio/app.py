@@ -4,7 +4,7 @@ It answers GET and HEAD alone, to browsers that call it by a name of this machin
 runs of its folder.
 """
 
-import sys
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from sft_play.report.plots import COLOURS
 from sft_play.report.run_page import run_page
 from sft_play.report.runs_page import TEMPLATE as RUNS
 from sft_play.report.runs_page import runs_page
-from sft_play.secrets import redact
+from sft_play.screen import write_stderr
 from sft_play.studio.explorer import explore
 from sft_play.studio.folder import Recent, RunsFolder, Version, planned
 from sft_play.studio.planner import Planner
@@ -32,6 +32,7 @@ SCRIPT = Path(__file__).with_name("live.js")
 HOSTS = ("127.0.0.1", "localhost")  # on any port, since a browser may come through ssh
 UPDATED_S = 5  # how often a page asks for what is new
 KEPT_PAGES = 16
+DRAWN = ("run", "compare", "plan")  # endpoints; the list goes on meanwhile
 TITLES = {  # of pages that say why there is no other: HTTP's own words are for programs
     400: "This cannot be shown",
     403: "Not from another site",
@@ -69,7 +70,7 @@ class Studio:
     def __init__(self, runs: Path, planner: Planner) -> None:
         self._folder, self._planner = RunsFolder(runs), planner
         self._pages = Recent(KEPT_PAGES)
-        self._working = threading.Lock()  # matplotlib draws one page at a time
+        self._drawing = threading.Lock()  # matplotlib draws one page at a time
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         """Answers a request, as WSGI has it."""
@@ -94,16 +95,17 @@ class Studio:
         try:
             _ = request.host  # raises an error for a name of another site, pointed at this machine
             endpoint, values = ROUTES.bind_to_environ(request).match()
-            with self._working:
+            with self._drawing if endpoint in DRAWN else contextlib.nullcontext():
                 return pages[endpoint](request, **values)
         except HTTPException as error:
             return _failed(error)
         except Exception as error:  # noqa: BLE001 - the server goes on
-            sys.stderr.write(redact("".join(traceback.format_exception(error))))
+            write_stderr("".join(traceback.format_exception(error)))
             return _failed(InternalServerError("this is a bug in SFT-Play; please report what was printed"))
 
     def _list(self, request: Request) -> Response:
-        page, rows = runs_page(self._folder.runs(), str(self._folder.path))
+        rows = self._folder.rows()
+        page = runs_page([row for row, _ in rows], str(self._folder.path))
         return _html(render(page, RUNS, seconds=UPDATED_S, here="/", rows=rows))
 
     def _run(self, request: Request, name: str) -> Response:

@@ -19,7 +19,7 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.attention_table import NAME
 from sft_play.model.generation import Answer, generate, generate_answers
 from sft_play.model.weights import release_memory
-from sft_play.runlog import RunDir, console
+from sft_play.runlog import RunDir, warn
 from sft_play.train.recovery import is_out_of_memory
 from sft_play.train.session import Session
 
@@ -52,7 +52,7 @@ def answers_of(session: Session, prompts: Sequence[Sequence[int]], name: str) ->
                 generate=together.generate,
             )
     except DoesNotFitError as error:
-        console().print(f"  [yellow]no answers are compared:[/] {str(error).splitlines()[0]}")
+        warn(f"no answers are compared: {str(error).splitlines()[0]}")
         return None
 
 

@@ -5,9 +5,10 @@ import time
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
-from sft_play.launch.beats import Pulse
+from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
@@ -76,9 +77,9 @@ class Reporter(TrainerCallback):
         total = self._timed_seconds + self.waiting_seconds
         return self.waiting_seconds / total if self.timed_steps else None
 
-    def _print(self, text: str) -> None:
+    def _print(self, *parts: str | tuple[str, str]) -> None:
         if self.main:
-            self._progress.console.print(text)
+            self._progress.console.print(Text.assemble(*parts))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the progress bar at the current step."""
@@ -172,9 +173,9 @@ class Reporter(TrainerCallback):
         memory = f"  {format_bytes(peak)}" if self.plan.device == "cuda" else ""
         self._free_since = time.perf_counter()
         self._print(
-            f"  step {step:>{width}}/{state.max_steps}  loss [bold]{logs['loss']:.4f}[/]  lr "
-            f"{logs['learning_rate']:.2e}  "
-            f"{speed:>7,.0f} tokens/s{memory}  epoch {epoch:.2f}"
+            f"  step {step:>{width}}/{state.max_steps}  loss ",
+            (f"{logs['loss']:.4f}", "bold"),
+            f"  lr {logs['learning_rate']:.2e}  {speed:>7,.0f} tokens/s{memory}  epoch {epoch:.2f}",
         )
 
     def on_evaluate(
@@ -183,18 +184,20 @@ class Reporter(TrainerCallback):
         """Writes an evaluation record."""
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
         if not math.isfinite(scores["loss"]):
-            self._print(
-                f"  [yellow]step {state.global_step}: the validation loss is {scores['loss']}; this "
-                "evaluation counts neither for the best checkpoint nor for early stopping[/]"
+            said = (
+                f"  step {state.global_step}: the validation loss is {scores['loss']}; this evaluation "
+                "counts neither for the best checkpoint nor for early stopping"
             )
+            self._print((said, "yellow"))
             scores["loss"] = None
         if self.main:
             record = {f"eval/{name}": value for name, value in scores.items()}
             append_metrics(self.run, {"step": state.global_step, **record})
         if scores["loss"] is not None:
             self._print(
-                f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
-                f"token accuracy {scores['token_accuracy']:.1%}"
+                f"  step {state.global_step}  validation loss ",
+                (f"{scores['loss']:.4f}", "bold"),
+                f"  token accuracy {scores['token_accuracy']:.1%}",
             )
         self._free_since = time.perf_counter()
 
@@ -255,11 +258,14 @@ class RamWatch(TrainerCallback):
 
 
 class Heartbeat(TrainerCallback):
-    """One rank's heartbeats while it trains; without one in time, it writes its stack traces and exits."""
+    """One rank's heartbeats while it trains; without one in time, it writes its stack traces.
 
-    def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
-        self._pulse = Pulse(run, rank, limit_s)
-        self._where, self._passes = "model setup", 0
+    Then it `exits`, unless our launcher watches it.
+    """
+
+    def __init__(self, run: RunDir, rank: int, limit_s: float, *, exits: bool) -> None:
+        self._pulse = Pulse(run, rank, limit_s, exits=exits)
+        self._where, self._passes = SETUP, 0
         self._pulse.beat(self._where)
 
     def _now(self, where: str) -> None:

@@ -30,8 +30,9 @@ from sft_play.manifest import (
     read_manifest,
     write_manifest,
 )
+from sft_play.model.files import foreign_weights
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, console, read_json
+from sft_play.runlog import RunDir, read_json, warn
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
 
@@ -66,6 +67,8 @@ def find_problem(checkpoint: Path) -> str | None:
         engine = saved_by(checkpoint)
     except CheckpointError as error:
         return str(error)
+    if foreign := foreign_weights(checkpoint):
+        return f"{foreign}, no *.safetensors beside it"
     return what_is_missing(checkpoint, engine) or find_refused(checkpoint, engine)
 
 
@@ -279,8 +282,7 @@ class CheckpointWriter:
         if damage is None:
             return True
         state.best_model_checkpoint = None
-        text = f"the best checkpoint {best} is damaged: {damage}; the weights of the last step are kept"
-        console().print(f"  [yellow]{text}[/]")
+        warn(f"the best checkpoint {best} is damaged: {damage}; the weights of the last step are kept")
         return False
 
 
@@ -302,4 +304,4 @@ class BestOfThisRun(TrainerCallback):
             state.best_model_checkpoint = str(best)
             return
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
-        console().print(f"  [yellow]the best checkpoint so far, {best.name}, is gone; a new one is chosen[/]")
+        warn(f"the best checkpoint so far, {best.name}, is gone; a new one is chosen")

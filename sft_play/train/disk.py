@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
-from sft_play.runlog import RunDir, console
+from sft_play.runlog import RunDir, warn
 from sft_play.sizing.optimizers import optimizer_state, state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.train.checkpoints import INCOMPLETE, by_step
@@ -149,7 +149,7 @@ class SpaceForSaves(TrainerCallback):
             raise StorageError(f"{text}. Free space, and continue from the last checkpoint: {then}")
         self._left_out = True
         then = "the result follows" if last else "free space before the next one, or the run ends there"
-        console().print(f"  [yellow]{text}; {then}[/]")
+        warn(f"{text}; {then}")
 
     @contextmanager
     def while_saving(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from sft_play.plan import Plan
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
 from sft_play.report.progress import spinner
-from sft_play.runlog import console
+from sft_play.runlog import console, warn
 from sft_play.units import counted, format_bytes, format_duration
 
 Value = TypeVar("Value")
@@ -197,12 +197,13 @@ def with_known_exchange(job: Job) -> Job:
             problem = first_line(error)
         problems = [one for one in from_all(problem) if one]
     if problems or not found:
-        console().print(f"  [yellow]communication could not be measured:[/] {problems[0]}")
+        warn(f"communication could not be measured: {problems[0]}")
         return job
     curve = found.all_reduce
     size, seconds = format_bytes(int(curve.sizes[-1])), format_duration(curve.seconds[-1])
     between = counted(count, "process")
-    console().print(f"  [dim]measured between {between}, once: all-reduce of {size} in {seconds}[/]")
+    said = f"  measured between {between}, once: all-reduce of {size} in {seconds}"
+    console().print(said, style="dim")
     if job.ranks.is_main:
         write_collectives(device, count, found)
     return _planned_again(job)

@@ -12,7 +12,7 @@ from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
 from sft_play.manifest import has_manifest, read_manifest
 from sft_play.model.base_files import require_same_base
-from sft_play.runlog import console, read_json
+from sft_play.runlog import console, read_json, warn
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
 from sft_play.train.ranks import from_all
 
@@ -44,14 +44,14 @@ def checkpoint_to_resume(job: Job) -> Path | None:
         console().print(f"  no checkpoint in {job.run.checkpoints}: training from the beginning")
         return None
     if not has_manifest(checkpoint):
-        console().print(
-            f"  [yellow]{checkpoint.name} has no manifest: an earlier version saved it, and damage to its "
-            "files would not be noticed[/]"
+        warn(
+            f"{checkpoint.name} has no manifest: an earlier version saved it, and damage to its files would "
+            "not be noticed"
         )
     if job.keeps_files:
         require_same_base(job.config.model, job.run)
     for line in require_same_run(job, checkpoint):
-        console().print(f"  [dim]changed since {checkpoint.name}: {line}[/]")
+        console().print(f"  changed since {checkpoint.name}: {line}", style="dim")
     moved = require_movable(checkpoint, job.config, job.plan, job.checkpoint_parts)
     note = "; optimizer state is converted while loading" if moved else ""
     console().print(f"  resuming from {checkpoint}{note}")
@@ -63,7 +63,7 @@ def clear_way(job: Job, checkpoint: Path | None) -> None:
     if checkpoint is None or not job.keeps_files:
         return
     for name in set_aside_stale(job.run, checkpoint):
-        console().print(f"  [yellow]{name}: set aside, since the run resumes from {checkpoint.name}[/]")
+        warn(f"{name}: set aside, since the run resumes from {checkpoint.name}")
 
 
 def _agreed_offers(job: Job) -> list[Offer]:
@@ -93,7 +93,7 @@ def _offers(job: Job, at_most: int | None) -> list[Offer]:
     mine = _offer(job, at_most) if job.keeps_files else None
     offers = [offer for offer in from_all(mine) if offer is not None]
     for line in (line for offer in offers for line in offer.lines):
-        console().print(f"  [yellow]{line}[/]")
+        warn(line)
     return offers
 
 

@@ -180,7 +180,8 @@ def _division(job: Job) -> tuple[int, float]:
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
     if job.plan.world_size > 1:
-        callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
+        limit_s, watched = job.config.parallel.timeout_s, job.ranks.launched_by_us
+        callbacks.append(Heartbeat(job.run, job.ranks.rank, limit_s, exits=not watched))
     if job.plan.offload != "none" or job.plan.offloads_activations:
         callbacks.append(RamWatch())
     if job.data.val is not None:

@@ -16,7 +16,7 @@ from sft_play.planning.measured_speed import Timing, read_speed, speed_path, wri
 from sft_play.planning.speed import profile_of
 from sft_play.report.probe import probe_line
 from sft_play.report.reasons import ACTIVATIONS
-from sft_play.runlog import console
+from sft_play.runlog import console, warn
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.probe import memory_advice, probe
@@ -106,7 +106,7 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
     found, problem = from_main(lambda: find_plan(job, takes_less(plan))), _too_much(plan, result)
     if found is None:
         raise DoesNotFitError(f"{problem}, and the config allows no smaller plan\n{memory_advice(plan)}")
-    console().print(f"  [yellow]{problem}; planned again:[/] {found.why[0]}")
+    warn(f"{problem}; planned again: {found.why[0]}")
     return replace(found, why=(*found.why, f"chosen because {problem}"))
 
 
@@ -133,7 +133,7 @@ def _fastest_by_measurement(
         said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
         activations = "partly kept" if other.kept_layers else ACTIVATIONS[other.activations]
         tried = f"micro-batch {other.micro_batch_size}, activations {activations}"
-        console().print(f"  [dim]tried {tried}: {said}[/]")
+        console().print(f"  tried {tried}: {said}", style="dim")
         if seconds is not None:
             timed.append((other, found))
         spent = time.monotonic() - began

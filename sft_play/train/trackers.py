@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import patch_environment
-from rich.markup import escape
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import (
     MLflowCallback,
@@ -30,7 +29,7 @@ from sft_play.launch.tensorboard import link_run
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
 from sft_play.report.tables import METRICS, said_of
-from sft_play.runlog import RunDir, console, read_json
+from sft_play.runlog import RunDir, read_json, warn
 from sft_play.units import format_bytes
 
 # The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.
@@ -135,8 +134,7 @@ class MLflow(_OfRun, MLflowCallback):
         try:
             self._ml_flow.start_run(run_id=run_id)
         except Exception as error:  # each store has its own
-            reason = escape(first_line(error))
-            console().print(f"  [yellow]MLflow cannot continue the run, and begins one: {reason}[/]")
+            warn(f"MLflow cannot continue the run, and begins one: {first_line(error)}")
             return False
         self._auto_end_run = True
         return True

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
@@ -16,7 +15,7 @@ from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.recomputation import adjust
-from sft_play.runlog import console
+from sft_play.runlog import warn
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.nonfinite import (
@@ -196,7 +195,7 @@ class PlannedTrainer(SFTTrainer):
         if self._engine.updated(model) or self.skipped.in_a_row >= self.skipped.limit:
             raise ended(message)
         if self.accelerator.is_main_process:
-            console().print(f"  [yellow]{escape(message)}[/]")
+            warn(message)
         model.zero_grad()  # AdamW leaves weights without gradients as they are
 
     def _rows_not_finite(self) -> list[str]:

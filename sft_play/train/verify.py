@@ -118,7 +118,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
         f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",
     ]
-    console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
+    console().print("\n".join(f"  {line}" for line in lines), style="dim")
 
 
 def _ranks(plan: Plan, processes: int) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.stress.faults import under_launcher, under_torchrun
+from tests.stress.faults import pause_whole, under_launcher, under_torchrun
 
 pytestmark = pytest.mark.integration
 
@@ -42,6 +42,16 @@ def test_the_rank_is_named_and_all_end(tmp_path, fault, seconds, code, words):
     if fault == "sleep":
         stacks = [(tmp_path / "faulty" / "ranks" / f"{rank}.stack") for rank in range(2)]
         assert "in on_step_begin" in stacks[1].read_text()
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_stopped_whole_for_longer_than_the_limit_does_not_hang(tmp_path):
+    """It goes on, unless it was stopped while a rank waited for another: that wait is over, and said so."""
+    ended = pause_whole(tmp_path, LIMIT_S, 3 * LIMIT_S)
+    assert ended.left_over == 0 and "rank" not in ended.message, ended
+    assert ended.exit_code == 0 or (ended.exit_code, "none of them hangs" in ended.message) == (9, True), (
+        ended
+    )
 
 
 @pytest.mark.faults

@@ -58,6 +58,23 @@ def test_logs_are_for_their_owner_alone(finished):
     assert finished.run.log.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--config", "configs/demo.yaml", "data.train_path=https://user:PASS@host/a.jsonl"),
+        ("plan", "--model", "https://user:PASS@host/model", "--gpu", "L4"),
+        ("report", "https://user:PASS@host/run"),
+        ("train", "--config", "https://user:PASS@host/a.yaml"),
+        ("train", "https://user:PASS@host/a.yaml"),
+        ("dapt-docx", "--input", "https://user:PASS@host/a", "--output", "x.jsonl"),
+    ],
+)
+def test_a_password_in_an_address_is_never_shown(words):
+    done = sft(*words)
+    assert done.code == (8 if words[0] == "report" else 2), done.err
+    assert "PASS" not in done.out + done.err
+
+
 def test_a_token_on_the_command_line_is_refused_without_being_shown(finished):
     done = sft("train", "--config", finished.config, f"model.token={HUGGING_FACE}")
     assert done.code == 2 and HUGGING_FACE not in done.out + done.err

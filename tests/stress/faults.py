@@ -107,9 +107,9 @@ def under_torchrun(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Outcome:
     return Outcome(f"torchrun {fault}", seconds, done.returncode, done.stderr, len(descendants() - before))
 
 
-def kill_from_outside(target: str, folder: Path) -> Outcome:
-    """Kills (SIGKILL) the launcher or the command that the user typed while the ranks train."""
-    argv = ["train", "--processes", "2", "--engine", "ddp", *settings(folder)]
+def started(folder: Path, *overrides: str) -> subprocess.Popen:
+    """The command that a user typed, once its ranks train."""
+    argv = ["train", "--processes", "2", "--engine", "ddp", *settings(folder), *overrides]
     command = subprocess.Popen(
         [sys.executable, "-m", "sft_play", *argv],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -121,6 +121,27 @@ def kill_from_outside(target: str, folder: Path) -> Outcome:
         if command.poll() is not None:
             raise RuntimeError(command.communicate()[1])
         time.sleep(0.05)
+    return command
+
+
+def pause_whole(folder: Path, limit_s: int, seconds: float) -> Outcome:
+    """Stops a whole run of some steps for a while (SIGSTOP), as schedulers do, and lets it go on."""
+    command = started(folder, f"parallel.timeout_s={limit_s}", "train.max_steps=30")
+    members = [psutil.Process(pid) for pid in (command.pid, *descendants(command.pid))]
+    for member in members:
+        member.suspend()
+    time.sleep(seconds)
+    for member in members:
+        member.resume()
+    went_on = time.time()
+    _, message = command.communicate(timeout=120)
+    left = sum(_alive(member.pid) for member in members)
+    return Outcome("pause", time.time() - went_on, command.returncode, message, left)
+
+
+def kill_from_outside(target: str, folder: Path) -> Outcome:
+    """Kills (SIGKILL) the launcher or the command that the user typed while the ranks train."""
+    command = started(folder)
     members = descendants(command.pid) | {command.pid}
     (launcher,) = psutil.Process(command.pid).children()
     killed_at = time.time()
@@ -176,11 +197,11 @@ def main() -> None:
         outcome = measure(name)
         found.append(outcome)
         console().print(
-            f"[bold]{name}[/]  {outcome.seconds:.1f} s  exit code {outcome.exit_code}  "
+            f"{name}  {outcome.seconds:.1f} s  exit code {outcome.exit_code}  "
             f"processes left over: {outcome.left_over}"
         )
         message = outcome.message.splitlines()[-12:]
-        console().print("\n".join(f"    {line}" for line in message), markup=False)
+        console().print("\n".join(f"    {line}" for line in message))
     if asked:
         return
     facts = {

@@ -68,6 +68,24 @@ def test_a_command_in_an_error_can_be_copied_from_a_narrow_terminal(monkeypatch,
     assert shlex.split("\n".join(lines).replace("\\\n", "")) == command.split()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("kind", [ConfigError, KeyboardInterrupt, RuntimeError])
+def test_an_error_obeys_nothing_that_its_text_asks_of_the_terminal(monkeypatch, capsys, terminal, kind):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    report_error(kind("model_type '\x1b]0;title\x07' [bold]\r"))
+    said = capsys.readouterr().err
+    assert "\\x1b]0;title" in said and "[bold]" in said and not set("\x1b\x07\r") & set(said)
+
+
+@pytest.mark.parametrize("start", [lambda: main(["gpu-info"]), lambda: run_rank(["--config", "x.yaml"])])
+def test_more_threads_than_a_process_can_have_are_refused_before_anything_is_loaded(
+    monkeypatch, capsys, start
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert start() == 2 and "error: OMP_NUM_THREADS=100000: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_wait_as_the_user_has_set_it_or_by_our_setting(own, monkeypatch):
     for name in WAITING:

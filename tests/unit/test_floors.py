@@ -15,8 +15,8 @@ FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
-    ["spelling"],
-    ["__init__", "errors", "files", "extras", "fingerprints", "resources", "screen", "secrets", "units"],
+    ["spelling", "secrets"],
+    ["__init__", "errors", "files", "extras", "fingerprints", "resources", "screen", "units"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],

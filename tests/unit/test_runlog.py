@@ -4,13 +4,17 @@ import sys
 
 import pytest
 
+from sft_play.cache import cache_dir
 from sft_play.errors import RunInUseError, StorageError
 from sft_play.runlog import (
+    RunDir,
     append_metrics,
     console,
     console_on_stderr,
+    held_since,
     hold_run,
     open_run,
+    quiet_libraries,
     read_json,
     read_metrics,
     set_aside_earlier_run,
@@ -52,6 +56,27 @@ def test_an_earlier_run_is_moved_aside_and_nothing_of_it_is_lost(tmp_path):
     assert not run.checkpoints.exists() and not run.summary.exists()
 
 
+@pytest.mark.parametrize("kind", ["link", "device", "pipe", "folder", "huge"])
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, kind):
+    """A link out of the folder, a device without an end, a pipe that nobody writes to, a sparse terabyte."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (tmp_path / "secret").write_text('{"step": 1}\n')
+    for path in (run.summary, run.metrics):
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "huge":
+            path.touch()
+            os.truncate(path, 2**40)
+        else:
+            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "secret")
+    assert read_json(run.summary) == {} and read_metrics(run) == []
+    (run.path / ".lock").symlink_to("/dev/zero")
+    assert held_since(run) is None
+
+
 def test_metrics_after_a_resume_count_once_and_a_cut_line_is_left_out(tmp_path):
     run = open_run(str(tmp_path), "one")
     for record in (
@@ -72,6 +97,19 @@ def test_metrics_after_a_resume_count_once_and_a_cut_line_is_left_out(tmp_path):
 def test_a_folder_that_cannot_be_written_is_a_storage_error():
     with pytest.raises(StorageError, match="cannot write .*output.dir=<folder>"):
         open_run("/proc", "one")
+
+
+def test_a_cache_that_cannot_be_written_is_put_elsewhere_by_its_variable(tmp_path, monkeypatch):
+    """`plan` in a folder that is read-only: its log is in the cache, which output.dir= does not move."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match="set SFT_PLAY_CACHE=<another folder>") as error:
+        with quiet_libraries(cache_dir() / "plan.log"):
+            pass
+    assert "output.dir" not in str(error.value)
+    with pytest.raises(StorageError, match="set output.dir=<folder>"):
+        with quiet_libraries(tmp_path / "file" / "log.txt"):
+            pass
 
 
 def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):

@@ -5,10 +5,13 @@ import shlex
 import subprocess
 
 import pytest
+from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.layout import Bar, ending, header, make_command
-from sft_play.screen import NamedValues, Screen, Words, whole_words
+from sft_play.report.progress import spinner
+from sft_play.runlog import set_console
+from sft_play.screen import CONTROL, NamedValues, Screen, Words, visible, whole_words
 
 PATH = "/home/a/folder/whose/name/is/longer/than/a/line/of/forty/cells"
 
@@ -45,8 +48,51 @@ def test_values_go_on_below_their_start_and_a_long_path_goes_below_its_name():
     assert lines == ["memory      predicted 1 GiB, measured 2", "            GiB, and more", "log", PATH]
 
 
-def test_brackets_in_a_value_are_not_markup():
+def test_brackets_and_colons_in_a_text_are_not_markup():
     assert shown(NamedValues([("log", "runs/a[bold]/log.txt")])) == ["log         runs/a[bold]/log.txt"]
+    for text in ("[conceal]a[/]", "b[/]", "[link=file:///c]d[/link]", ":warning:"):
+        assert shown(text, force_terminal=True) == [text]
+
+
+# sets the title, clears the screen, hides what follows; the same by a single character; overwrites the line
+HOSTILE = [
+    "\x1b]0;title\x07",
+    "\x1b[2J\x1b[H",
+    "\x1b[8mhidden",
+    "\x9b2J",
+    "\x9d0;title\x9c",
+    "a\r\b\x7f\x1b[1Gb",
+]
+
+
+def in_a_table(text: str) -> Table:
+    table = Table()
+    table.add_row(text)
+    return table
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("make", [str, Text, Words, in_a_table, lambda text: NamedValues([(text, text)])])
+def test_what_a_terminal_would_obey_in_a_text_is_shown(text, make):
+    said = "\n".join(shown(make(text), width=200, force_terminal=True, color_system=None))
+    assert not CONTROL.search(said.replace("\n", "")) and "\\x" in said
+
+
+def test_a_live_line_and_a_streamed_answer_obey_nothing_either(monkeypatch):
+    screen = Screen(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    screen.print("\x1b[2J", end="", soft_wrap=True)
+    set_console(screen)
+    with spinner("loading \x1b[2J"):
+        pass
+    set_console(None)
+    assert "\x1b[2J" not in screen.file.getvalue() and screen.file.getvalue().count(r"\x1") > 1
+
+
+def test_our_own_tabs_breaks_and_colours_stay():
+    assert visible("a\tb\nc é 漢 \u200d") == "a\tb\nc é 漢 \u200d"
+    screen = Screen(file=io.StringIO(), force_terminal=True, color_system="standard")
+    screen.print("a\x1b[0mb", style="yellow")
+    assert screen.file.getvalue() == "\x1b[33ma\\x1b[0mb\x1b[0m\n"
 
 
 @pytest.mark.parametrize("name", ["mine", "my run", "$(touch x)", "it's", 'a "b" c'])
@@ -77,20 +123,20 @@ def test_no_escape_codes(monkeypatch, variables, settings):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for renderable in ("[bold red]text[/]", Text("text", style="bold"), ending({"log": "x"}, ["make eval"])):
+    for renderable in (Text("text", style="bold"), ending({"log": "x"}, ["make eval"])):
         assert not any("\x1b" in line for line in shown(renderable, **settings))
 
 
 def test_a_terminal_has_styles(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b[1m" in shown("[bold]text[/]", force_terminal=True)[0]
+    assert "\x1b[1m" in shown(Text("text", style="bold"), force_terminal=True)[0]
 
 
 def test_an_answer_is_streamed_as_it_comes():
     screen = Screen(file=io.StringIO(), width=20)
     for piece in ("a long ", "line of an answer"):
-        screen.print(piece, end="", markup=False, soft_wrap=True)
+        screen.print(piece, end="", soft_wrap=True)
     assert screen.file.getvalue() == "a long line of an answer"
 
 

@@ -2,13 +2,14 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
-from sft_play.runlog import RunDir, quiet_libraries
+from sft_play.runlog import RunDir, quiet_libraries, set_console, warn
 from sft_play.secrets import find_secret, redact, redact_file
 
 # not written in one piece, so that scanners do not take them for real ones
@@ -57,6 +58,43 @@ def test_the_value_of_a_secret_variable_is_a_secret_in_any_form(name):
 
 def test_a_value_that_is_too_short_to_be_a_secret_is_none():
     assert find_secret("step 1234567", {"HF_TOKEN": "1234567"}) is None
+
+
+IN_ADDRESSES = [
+    ("https://user:{}@host/a.jsonl", "PASS"),
+    ("https://user:{}@host:8080", "p@ss:w%rd"),
+    ("runs/https:/user:{}@host/a does not exist", "PASS"),  # as a Path has it
+    ("ConnectError: http://:{}@proxy:3128 refused", "short"),
+    ("s3://key:{}@bucket", "a+b="),
+    ("https://{}@host/x", "token"),
+    ("https://bucket.host/a.parquet?X-Amz-Date=2026&X-Amz-Signature={}&x=1", "abc123"),
+    ('{{"path": "https://host/a?access_token={}"}}', "abc%2F"),
+    ("redis://user:{}@host", "pässwort"),
+]
+
+
+@pytest.mark.parametrize(("text", "secret"), IN_ADDRESSES)
+def test_a_password_in_an_address_is_found_and_masked(text, secret):
+    assert find_secret(text.format(secret), {}) == "a password or a token in an address"
+    assert redact(text.format(secret), {}) == text.format("*" * len(secret.encode()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:8080/@scope/package", "https://host/a@b:c@d", "git+ssh://git@host/a.git", "user:x@host",
+        '{"a":"http://host:80","b":"me@host"}', "https://host/?page=2&next=3", "file:///home/me@work/a.jsonl",
+    ],
+)  # fmt: skip
+def test_an_address_without_a_password_is_left_alone(text):
+    assert find_secret(text, {}) is None and redact(text, {}) == text
+
+
+def test_long_texts_without_addresses_take_no_time():
+    began = time.process_time()
+    for text in ("a" * 10**6, "://" * 10**5, "?" * 10**5 + "token" * 10**4, "://a:" * 10**5 + "@"):
+        redact(text, {})
+    assert time.process_time() - began < 5
 
 
 def test_the_longer_of_two_secrets_is_masked_whole():
@@ -121,6 +159,21 @@ def test_an_included_config_is_searched_too(tmp_path):
     (tmp_path / "over.yaml").write_text("include: run.yaml\n")
     with pytest.raises(ConfigError, match=r"run\.yaml, line 3"):
         load_config(tmp_path / "over.yaml")
+
+
+@pytest.mark.parametrize("key", ["model.name", "data.train_path", "output.dir"])
+def test_a_config_with_a_password_in_an_address_is_refused_without_showing_it(tmp_path, key):
+    with pytest.raises(
+        ConfigError, match="override 1: contains a password or a token in an address"
+    ) as error:
+        load_config(config(tmp_path), [f"{key}=https://user:PASS@host/x"])
+    assert "PASS" not in str(error.value)
+
+
+def test_a_warning_shows_no_password(capsys):
+    set_console(None)
+    warn("the Hub is not reachable: http://me:PASS@proxy:3128")
+    assert "http://me:****@proxy:3128" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("override", ["model.token={}", "{}", "data.system_prompt='key: {}'"])

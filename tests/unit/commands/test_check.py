@@ -150,6 +150,20 @@ def test_a_model_folder_must_hold_config_weights_and_tokenizer(config, model, re
     assert words in errors(findings) and exit_code(findings) == 2
 
 
+def test_without_a_gpu_it_is_said_which_models_are_reasonable():
+    (found,) = check.device_findings(CPU_ONLY)
+    assert (
+        found.level == WARNING and found.fix.startswith("fine for small models") and "make plan" in found.fix
+    )
+
+
+def test_an_index_that_lists_a_pickled_file_is_an_error(config, model):
+    index = json.dumps({"weight_map": {"w": "pytorch_model.bin"}})
+    (model / "model.safetensors.index.json").write_text(index)
+    findings = check.check(config(), machine=CPU_ONLY)
+    assert "lists 'pytorch_model.bin'" in errors(findings) and exit_code(findings) == 2
+
+
 def test_wrong_data_and_a_wrong_model_together_count_as_wrong_config(config, model):
     shutil.rmtree(model)
     assert exit_code(check.check(config(data__train_path="/no/such.jsonl"), machine=CPU_ONLY)) == 2

@@ -192,6 +192,8 @@ def damaged(run, how):
         file.write_bytes(b"")
     elif how == "pickled":
         file.rename(run.adapter / "adapter_model.bin")
+    elif how == "foreign":
+        (run.adapter / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x.bin"}}')
     elif how == "no settings":
         (run.adapter / "adapter_config.json").unlink()
 
@@ -203,6 +205,7 @@ def damaged(run, how):
         ("cut", "is damaged or incomplete"),
         ("empty", "is damaged or incomplete"),
         ("pickled", r"has no \*\.safetensors weights \(found: .*adapter_model\.bin"),
+        ("foreign", r"is damaged: .* lists '../x.bin', no \*\.safetensors beside it"),
         ("no settings", "has no finished adapter"),
     ],
 )

@@ -1,11 +1,24 @@
 import os
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from sft_play.launch.beats import Beat, Pulse, hanging, is_stalled, read_beats, read_stack
+from sft_play.launch.beats import (
+    Beat,
+    OwnTime,
+    Pulse,
+    hanging,
+    is_overdue,
+    is_stalled,
+    read_beats,
+    read_stack,
+)
 from sft_play.launch.ranks import clear_reports, reports_folder
+from sft_play.launch.watch import Watch
 from sft_play.runlog import RunDir
 
 OWN = (
@@ -68,3 +81,90 @@ def test_the_one_that_hangs_is_told_from_those_that_wait(run):
 
 def test_a_process_that_gives_no_stack_is_named_all_the_same(run):
     assert "no stack: the process is stopped" in hanging(run, [beat(2)])[2]
+
+
+class Clock:
+    """A wall clock that goes on when it is told to."""
+
+    def __init__(self):
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, own_time: OwnTime, seconds: float, *, late: float = 0.0) -> None:
+        self.now += seconds + late
+        own_time.waited(seconds)
+
+
+@pytest.mark.parametrize(("late", "stalled"), [(90.0, False), (0.0, True)])
+def test_time_in_which_the_watcher_did_not_run_itself_does_not_count(run, late, stalled):
+    """All were stopped for 90 s of a limit of 60, against a rank that is silent for the same time."""
+    pulse = Pulse(run, 0, 60, exits=False)
+    pulse.beat("step 4")
+    pulse.stop()
+    pulse.beat("step 4")
+    clock = Clock()
+    own_time = OwnTime(clock)
+    for _ in range(8):
+        clock.wait(own_time, 0.25)
+    clock.wait(own_time, 90 - late + 0.25, late=late)
+    (beat,) = read_beats(run, [0], own_time)
+    assert beat.age_s == pytest.approx(92.25 - late, abs=2) and is_stalled([beat]) == stalled
+    assert is_overdue([beat]) == stalled
+
+
+def test_only_pauses_after_a_heartbeat_make_it_younger():
+    clock = Clock()
+    own_time, began = OwnTime(clock), clock.now
+    clock.wait(own_time, 0.25, late=50)
+    beat = clock.now
+    clock.wait(own_time, 30)
+    clock.wait(own_time, 0.25, late=20)
+    assert own_time.since(beat) == pytest.approx(30.25) and own_time.paused(beat) == 20
+    assert own_time.since(began) == pytest.approx(30.5) and own_time.paused(began) == 70
+    clock.wait(own_time, 0.25, late=0.9)  # a busy machine
+    clock.wait(own_time, 0.25, late=-9)  # a clock that was set back
+    assert own_time.paused(began) == 70
+
+
+WATCHER = """
+import sys, time
+from sft_play.launch.beats import OwnTime
+own_time, began, seen = OwnTime(), time.time(), 0
+print("up", flush=True)
+while not own_time.paused(began) and time.time() - began < 30:
+    time.sleep(0.1)
+    own_time.waited(0.1)
+print(time.time() - began, own_time.since(began), flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_knows_for_how_long():
+    watcher = subprocess.Popen([sys.executable, "-c", WATCHER], stdout=subprocess.PIPE, text=True)
+    assert watcher.stdout.readline() == "up\n"
+    watcher.send_signal(signal.SIGSTOP)
+    time.sleep(1.6)
+    watcher.send_signal(signal.SIGCONT)
+    whole, own = map(float, watcher.communicate(timeout=30)[0].split())
+    assert 1.2 < whole - own <= whole
+
+
+def test_a_rank_is_overdue_when_it_should_have_failed_itself():
+    late = beat(0, 10 + 11)
+    assert is_overdue([beat(1, 1.0), late]) and not is_overdue([beat(0, 10 + 9)]) and not is_overdue([])
+    for where in ("model setup", "done"):  # no limit counts there
+        assert not is_overdue([replace(late, where=where)])
+
+
+@pytest.mark.parametrize("paused", [0, 95])
+def test_the_watch_tells_ranks_that_hang_from_those_that_were_stopped_with_it(run, paused):
+    (reports_folder(run) / "0.beat").write_text("1 60.0 step 4")
+    os.utime(reports_folder(run) / "0.beat", times=(time.time() - 100,) * 2)
+    watch = Watch(subprocess.Popen(["true"]), "rank.py", range(1), run)
+    clock = Clock()
+    clock.now -= paused
+    watch._own_time = OwnTime(clock)
+    clock.now += paused
+    watch.until_end()
+    assert (watch.paused_s > 90, bool(watch.hung)) == (paused > 0, paused == 0)

@@ -175,6 +175,18 @@ def test_of_several_silent_ranks_the_first_that_failed_is_named():
     assert result.message.startswith("rank 1 died without reporting an error: killed by SIGKILL")
 
 
+def test_ranks_that_timed_out_since_nothing_ran_are_not_said_to_hang():
+    settings = dict(started=True, stopped_by=None, log_tail="", paused_s=90.0)
+    late = RankExit(1, 9, "timed out after 60 s (parallel.timeout_s) waiting for the other processes", 2.0)
+    for exits in ([late], [LOST, late]):
+        found = outcome(exits, range(2), 1, **settings)
+        assert found.code == LaunchError.exit_code and "did not run for 90 s" in found.message
+        assert "none of them hangs" in found.message and "make resume" in found.message
+    assert outcome([OOM, late], range(2), 1, **settings).message == OOM.message
+    assert outcome([RankExit(0, 0), RankExit(1, 0)], range(2), 0, **settings).code == 0
+    assert "died without reporting" in outcome([], range(2), 1, **settings).message
+
+
 def test_a_kernel_that_kills_for_lack_of_memory_is_told():
     settings = dict(started=True, stopped_by=None, log_tail=ROOT_CAUSE)
     assert "no memory left" not in outcome([], range(2), 1, **settings).message

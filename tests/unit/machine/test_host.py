@@ -1,7 +1,8 @@
 import psutil
 import pytest
 
-from sft_play.machine.host import detect_host, oom_kills
+from sft_play.errors import ConfigError
+from sft_play.machine.host import asked_threads, detect_host, oom_kills
 from sft_play.units import GIB, MIB
 
 
@@ -97,3 +98,19 @@ def test_a_cpu_quota_limits_the_cores(root, files):
     unlimited = detect_host(root).cpu_cores
     write(root, **files)
     assert detect_host(root).cpu_cores == min(unlimited, 2 if "0::/" in files.values() else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"),
+    [("4", 4), ("4,2", 4), (" 8 ", 8), ("1024", 1024), ("0", None), ("", None), ("two", None), ("-1", None)],
+)
+def test_the_threads_that_openmp_is_asked_for(text, threads):
+    assert asked_threads({"OMP_NUM_THREADS": text}) == threads
+    assert asked_threads({}) is None
+
+
+@pytest.mark.parametrize("text", ["1025", "100000", "9" * 5000])
+def test_more_threads_than_a_process_can_have_are_refused(text):
+    """OpenMP ends with a segmentation fault."""
+    with pytest.raises(ConfigError, match=rf"OMP_NUM_THREADS={text[:20]}: .* at most 1,024 .* usable core"):
+        asked_threads({"OMP_NUM_THREADS": text})

@@ -1,5 +1,6 @@
 """The key of a model is another one whenever its config or its tokenizer may be."""
 
+import json
 import shutil
 
 import pytest
@@ -10,7 +11,19 @@ from safetensors.torch import load_file, save_file
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import files
-from sft_play.model.files import files_digest, model_key, require_possible, stored_types
+from sft_play.model.base_files import base_files
+from sft_play.model.build import load_base
+from sft_play.model.files import (
+    INDEX,
+    compare_with_index,
+    files_digest,
+    foreign_weights,
+    missing_shards,
+    model_key,
+    require_possible,
+    stored_types,
+    weight_files,
+)
 
 COMMIT = "c" * 40
 
@@ -97,3 +110,53 @@ def test_a_model_that_may_be_somewhere_is_not_refused(name):
     require_possible(ModelConfig(name=name))
     with pytest.raises(ConfigError, match="neither a folder here nor"):
         require_possible(ModelConfig.model_construct(name=f"./{name}/nowhere"))
+
+
+FOREIGN = [
+    "pytorch_model.bin",
+    "../other/model.safetensors",
+    "/model.safetensors",
+    "sub/x.safetensors",
+    "",
+    None,
+]
+
+
+def list_weights(folder, name) -> None:
+    """Has the index of a folder name a file as that of all weights."""
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_index_may_list_only_safetensors_of_its_own_folder(folder, tmp_path, name):
+    """Nothing opens the others: not the loader, and not what looks at the files before it."""
+    shutil.copytree(folder, tmp_path / "other")
+    list_weights(folder, name)
+    model = ModelConfig(name=str(folder))
+    readers = [weight_files, missing_shards, compare_with_index]
+    for read in [*readers, lambda _: stored_types(model), lambda _: base_files(model), lambda _: load(model)]:
+        with pytest.raises(ConfigError, match=f"not loaded: {INDEX} lists '{name}'"):
+            read(folder)
+
+
+def load(model: ModelConfig):
+    return load_base(model, dtype="float32", attn_implementation="sdpa", device="cpu", quantize=False)
+
+
+def test_an_index_that_lists_files_beside_it_is_read(folder):
+    list_weights(folder, "weights.safetensors")
+    assert weight_files(folder) == ["weights.safetensors"] and missing_shards(folder) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.bin", "other.safetensors.index.json", "sub/model.safetensors", 5]
+)
+def test_a_config_may_not_name_other_weights_either(folder, name):
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"transformers_weights": name}))
+    with pytest.raises(ConfigError, match=f"config.json names '{name}' in transformers_weights"):
+        load(ModelConfig(name=str(folder)))
+    for own in ("model.safetensors", INDEX, None):
+        (folder / "config.json").write_text(json.dumps(tree | {"transformers_weights": own}))
+        assert foreign_weights(folder) is None

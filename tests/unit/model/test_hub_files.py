@@ -1,6 +1,7 @@
 """A base model in the cache of the Hub is compared with the hashes that its files are named by."""
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -92,6 +93,15 @@ def test_a_damaged_file_in_a_folder_that_was_downloaded_is_named(cached, tmp_pat
         load(model)
     note.unlink()
     assert load(model).config.hidden_size == 64
+
+
+def test_an_index_in_the_cache_may_list_only_safetensors_beside_it(cached):
+    (cached / "model.safetensors").unlink()
+    (cached / "pytorch_model.bin").write_bytes(b"pickled")
+    index = json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}})
+    (cached / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match="'org/tiny' are not loaded: .* lists 'pytorch_model.bin'"):
+        load()
 
 
 def test_what_has_no_published_hash_is_not_checked(cached):

@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console
 
 from sft_play.commands.compare import compare_command
+from sft_play.commands.report import write_report
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.compare_page import _difference, compare_table
 from sft_play.report.run_page import KeyNumber
+from sft_play.screen import Screen
 from tests.unit.report.test_run_page import section
 from tests.unit.report.written_run import begin, finished, no_plots, train  # noqa: F401
 
@@ -112,6 +114,29 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path):
     finished(tmp_path / "one")
     with pytest.raises(CheckpointError, match="nope does not exist; the latest runs beside it: one"):
         compare_command(["one", "nope"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "plan.json"])
+@pytest.mark.parametrize("value", ["NaN", "9" * 400, '"text"', '{"a": 1}'])
+def test_wrong_values_in_a_file_end_no_report_and_no_comparison(tmp_path, capsys, name, value):
+    for run in ("one", "two"):
+        finished(tmp_path / run)
+    keys = json.loads((tmp_path / "two" / name).read_text())
+    (tmp_path / "two" / name).write_text("{" + ", ".join(f'"{key}": {value}' for key in keys) + "}")
+    runs, page = compare_command(["one", "two"], tmp_path)
+    assert "Key numbers" in page.read_text() and "two" in write_report(tmp_path / "two").read_text()
+    Screen(file=io.StringIO()).print(compare_table(runs))
+    said = f"two: damaged and omitted: {name}"
+    assert (said in capsys.readouterr().out) == (name in runs[1].damaged)
+
+
+def test_a_file_that_is_left_out_is_named_on_the_console(tmp_path, capsys):
+    for run in ("one", "two"):
+        finished(tmp_path / run)
+    (tmp_path / "two" / "plan.json").write_text('{"plan": {"sequence_ranks": "x", "world_size": 2}}')
+    compare_command(["one", "two"], tmp_path)
+    write_report(tmp_path / "two")
+    assert capsys.readouterr().out.count("two: damaged and omitted: plan.json") == 2
 
 
 def test_the_console_table_has_a_row_for_each_run_and_fits_80_columns(tmp_path):

@@ -1,14 +1,21 @@
 """The studio's pages, asked for in this process: what they show, and what they refuse."""
 
 import html
+import json
 import os
 import re
+import shutil
+import threading
 from contextlib import ExitStack
 
 import pytest
 from werkzeug.test import Client
 
+from sft_play.report.run_page import run_page
+from sft_play.report.runs_page import run_row
+from sft_play.report.sound import read_sound
 from sft_play.runlog import RunDir, append_metrics
+from sft_play.studio import folder as studio_folder
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Planner
 from tests.unit.report.written_run import ATTACK, begin, finished, held, no_plots, train, written_later  # noqa: F401
@@ -103,6 +110,96 @@ def test_damaged_files_are_said_and_do_not_hide_other_runs(browser, runs, damage
     assert "one done" in text_of(browser.get("/"))
     assert browser.get("/runs/two").status_code == 200
     assert browser.get("/compare?run=one&run=two").status_code == 200
+
+
+BAD = ["NaN", "1e999", "-Infinity", "9" * 400, "9" * 299, '"text"', "[]", '{"a": 1}', "null", "true", "-1"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "plan.json", "environment.json", "data.json"])
+@pytest.mark.parametrize("value", BAD)
+def test_wrong_values_in_a_file_hide_no_other_run(browser, runs, name, value):
+    """All numbers and texts of the file at once, then its parts."""
+    text = (runs / "two" / name).read_text()
+    tree = json.loads(text)
+    parts = "{" + ", ".join(f'"{key}": {value}' for key in tree) + "}"
+    for changed in (re.sub(r'(?<=": )(?:[-0-9.e+]+|"[^"]*")(?=[,\n])', value.replace("\\", ""), text), parts):
+        (runs / "two" / name).write_text(changed)
+        listed = text_of(browser.get("/"))
+        assert "one done 20 1.0000" in listed and "2 runs" in listed
+        assert browser.get("/runs/two").status_code == 200
+        assert browser.get("/compare?run=one&run=two").status_code == 200
+
+
+def test_a_file_with_wrong_values_is_left_out_and_named(browser, runs):
+    (runs / "two" / "plan.json").write_text('{"plan": {"total_steps": 20, "sequence_ranks": "x"}}')
+    assert "two done; cannot be read: plan.json 20" in text_of(browser.get("/"))
+    assert "Damaged and omitted: plan.json." in text_of(browser.get("/runs/two"))
+    assert "cannot be read" not in text_of(browser.get("/")).partition("two done")[0]
+
+
+@pytest.mark.parametrize("line", ['{"step": %s, "train/loss": 1}', '{"step": 21, "train/loss": %s}'])
+def test_wrong_values_in_metrics_hide_nothing(browser, runs, line):
+    with (runs / "two" / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{line % value}\n" for value in BAD)
+    assert "one done 20 1.0000" in text_of(browser.get("/"))
+    assert browser.get("/runs/two").status_code == 200
+    assert browser.get("/compare?run=one&run=two").status_code == 200
+
+
+def test_a_folder_whose_name_is_not_utf8_is_listed_without_a_page(browser, runs):
+    (runs / "two").rename(os.fsdecode(os.fsencode(runs) + b"/caf\xe9"))
+    listed = browser.get("/")
+    assert r"caf\xe9 done; its name is not UTF-8: rename the folder" in text_of(listed)
+    assert listed.text.count('href="/runs/') == 1 and listed.text.count('name="run"') == 1
+    assert browser.get("/runs/caf%E9").status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["link", "device", "pipe"])
+def test_no_file_of_a_run_is_followed_or_waited_for(browser, runs, kind):
+    (runs.parent / "secret.json").write_text('{"status": "secret", "prompt": "secret"}')
+    for file in list((runs / "two").iterdir()):
+        file.unlink()
+        if kind == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to("/dev/zero" if kind == "device" else runs.parent / "secret.json")
+    listed = text_of(browser.get("/"))
+    assert "one done 20" in listed and "secret" not in listed and "cannot be read: " in listed
+    page = browser.get("/runs/two")
+    assert page.status_code == 200 and "secret" not in page.text and "metrics.jsonl" in page.text
+    assert browser.get("/compare?run=one&run=two").status_code == 200
+
+
+def test_runs_that_have_not_changed_are_not_read_again(browser, runs, monkeypatch):
+    assert "2 runs" in browser.get("/").text
+    read = []
+    monkeypatch.setattr(studio_folder, "read_sound", lambda path: read.append(path.name) or read_sound(path))
+    assert "one done" in text_of(browser.get("/")) and read == []
+    append_metrics(RunDir(runs / "two"), {"step": 21, "train/loss": 0.125})
+    assert "two done 21 0.1250" in text_of(browser.get("/")) and read == ["two"]
+    shutil.rmtree(runs / "one")
+    assert "1 run in" in browser.get("/").text and read == ["two"]
+
+
+def test_the_list_waits_for_no_drawing_and_no_drawing_for_the_list(runs, monkeypatch):
+    studio = Studio(runs, Planner())
+    browser, wait = Client(studio), threading.Event()
+    monkeypatch.setattr("sft_play.studio.app.run_page", lambda run: wait.wait(30) and run_page(run))
+    drawing = threading.Thread(target=lambda: Client(studio).get("/runs/one"))
+    drawing.start()
+    assert "2 runs" in browser.get("/").text and drawing.is_alive()
+    wait.set()
+    drawing.join()
+    reads, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        studio_folder, "run_row", lambda run: reads.set() or goes_on.wait(30) and run_row(run)
+    )
+    finished(runs / "three")
+    listing = threading.Thread(target=lambda: Client(studio).get("/"))
+    listing.start()
+    assert reads.wait(30) and browser.get("/runs/two").status_code == 200 and listing.is_alive()
+    goes_on.set()
+    listing.join()
 
 
 def test_two_runs_are_compared_and_one_is_not_enough(browser):

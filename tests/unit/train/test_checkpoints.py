@@ -136,6 +136,13 @@ def test_a_pickled_payload_is_refused_and_does_not_run(tmp_path, file, write, se
     assert not canary.exists()
 
 
+def test_a_checkpoint_whose_index_lists_other_files_is_damaged(tmp_path):
+    folder = make(RunDir(tmp_path), 5, sealed=False)
+    assert find_problem(folder) is None
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../5/w.safetensors"}}')
+    assert "lists '../5/w.safetensors', no *.safetensors beside it" in find_problem(folder)
+
+
 def test_no_library_can_load_other_objects_while_a_run_is_resumed(tmp_path, monkeypatch):
     canary = tmp_path / "canary"
     torch.save({"state": Payload(canary)}, tmp_path / "file.pt")
