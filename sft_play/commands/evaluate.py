@@ -31,9 +31,9 @@ from sft_play.model.weights import finished_weights
 from sft_play.report.card import renewed_cards
 from sft_play.report.layout import ending
 from sft_play.report.progress import progress_bar
-from sft_play.report.record import SPLITS
+from sft_play.report.record import SPLITS, planned_batch
 from sft_play.report.tables import evaluation_table, perplexity
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json, storing
+from sft_play.runlog import RunDir, console, quiet_libraries, storing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -144,8 +144,8 @@ def scoring_batch_size(config: RunConfig, run: RunDir) -> int:
     """Rows per forward pass: eval.batch_size; auto is the micro-batch size of the plan."""
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
-    plan = read_json(run.plan).get("plan") or {"micro_batch_size": DEFAULT_BATCH_SIZE, "packing": False}
-    return max(1, plan["micro_batch_size"] // (plan["max_seq_len"] if plan["packing"] else 1))
+    size, length, packed = planned_batch(run) or (DEFAULT_BATCH_SIZE, 1, False)
+    return max(1, size // length if packed else size)
 
 
 @dataclass(frozen=True)

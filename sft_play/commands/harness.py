@@ -27,7 +27,7 @@ from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner
-from sft_play.report.record import tree_of
+from sft_play.report.record import planned_batch, tree_of
 from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
@@ -209,11 +209,11 @@ def fitting_tokens(vocabulary: int) -> int:
 
 def batch_tokens(run: RunDir, fitting: int) -> int:
     """The most tokens of a batch: those of a micro-batch of the plan, at most `fitting`."""
-    plan = read_json(run.plan).get("plan", {})
-    if not plan:
+    planned = planned_batch(run)
+    if planned is None:
         return fitting
-    planned = plan["micro_batch_size"] * (1 if plan["packing"] else plan["max_seq_len"])
-    return min(planned, fitting)
+    size, length, packed = planned
+    return min(size if packed else size * length, fitting)
 
 
 def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any) -> Any:

@@ -28,6 +28,7 @@ from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner
+from sft_play.report.record import tree_of
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
 
@@ -183,8 +184,9 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
 
 def _prompts_to_try(run: RunDir) -> list[str]:
     """The first prompts of one line that the run was compared on, if it was."""
-    samples = read_json(run.summary).get("samples") or []
-    prompts = [sample["prompt"].strip() for sample in samples if isinstance(sample.get("prompt"), str)]
+    samples = read_json(run.summary).get("samples")
+    found = [tree_of(sample).get("prompt") for sample in samples] if isinstance(samples, list) else []
+    prompts = [prompt.strip() for prompt in found if isinstance(prompt, str)]
     return [prompt for prompt in prompts if "\n" not in prompt and len(prompt) <= SHOWN_PROMPT][:2]
 
 

@@ -1,7 +1,6 @@
 """The plan of a run that goes on: the one with which it began, if it fits, so that sums are rounded alike."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from sft_play.plan import Plan
 from sft_play.planning.advice import Request
 from sft_play.planning.drafts import with_groups
 from sft_play.planning.run import plan_run
+from sft_play.runlog import read_json
 
 # What the order of sums and the kernels depend on.
 KEPT = (
@@ -27,8 +27,8 @@ def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
     folder = run if asked == "auto" else Path(asked).absolute().parent.parent
     if asked == "never" or not (folder / "plan.json").is_file():
         return None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return Plan.from_json(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        return Plan.from_json(read_json(folder / "plan.json"))
     return None
 
 

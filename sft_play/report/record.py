@@ -198,6 +198,15 @@ def _sound(scores: Any) -> Tree:
     }
 
 
+def planned_batch(run: RunDir) -> tuple[int, int, bool] | None:
+    """Micro-batch, longest row in tokens and whether rows are packed, by a run's plan; None without one."""
+    plan = tree_of(read_json(run.plan).get("plan"))
+    size, length = plan.get("micro_batch_size"), plan.get("max_seq_len")
+    if type(size) is not int or type(length) is not int or size < 1 or length < 1:
+        return None
+    return size, length, bool(plan.get("packing"))
+
+
 def scores_of_models(evaluation: Tree) -> dict[str, Tree]:
     """Model -> its scores, of what `make eval` found; {} from earlier versions, which had one model."""
     return {name: _sound(scores) for name, scores in tree_of(evaluation.get("models")).items()}

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sft_play.errors import ConfigError, DataError, Interrupted, LaunchError
-from sft_play.launch import tensorboard
+from sft_play.launch import beats, tensorboard
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.launch.accelerate_config import CONFIGS
 from sft_play.launch.nodes import LOOPBACK
@@ -32,8 +32,10 @@ from pathlib import Path
 from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.errors import SftPlayError
+from sft_play.launch.beats import Pulse
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.launch.ranks import finish_rank
+from sft_play.runlog import RunDir
 
 ranks = RankEnvironment.read()
 rank = ranks.rank
@@ -51,6 +53,10 @@ while does in ("fail", "vanish") and len(list(notes.glob("rank[0-9]"))) < 2:
     time.sleep(0.05)  # otherwise the other rank may be ended before it has written its note
 if does == "fail":
     sys.exit(finish_rank(ranks, 3, "rows.jsonl:7: content is null"))
+if does == "hang":
+    pulse = Pulse(RunDir(notes), rank, 1, exits=False)
+    pulse.beat("step 4")
+    time.sleep(600)
 if does == "vanish":
     os.kill(os.getpid(), signal.SIGKILL)
 while not stopped and does != "end":
@@ -115,6 +121,16 @@ def test_the_rank_that_failed_gives_its_exit_code_and_its_words_and_ends_the_oth
 def test_a_rank_that_is_killed_is_named(start, tmp_path):
     result, _ = start("wait", "vanish")
     assert result.code == LaunchError.exit_code and "rank 1 died without reporting an error" in result.message
+    assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
+
+
+@pytest.mark.thorough
+def test_ranks_that_all_hang_outside_of_an_exchange_are_named_and_ended(start, tmp_path, monkeypatch):
+    """None of them times out, and under our launcher none ends itself."""
+    monkeypatch.setattr(beats, "EXIT_MARGIN_S", 0.5)
+    result, _ = start("hang", "hang")
+    assert result.code == LaunchError.exit_code and "rank 1 hangs: no progress for" in result.message
+    assert "rank 0 hangs" in result.message and "last seen in step 4" in result.message
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
 
 

@@ -337,3 +337,9 @@ def test_a_question_that_is_too_long_is_not_sent(finished, screen):
     text = screen.getvalue()
     assert "message too long: the prompt has 602 tokens, the model supports 512; not sent" in text
     assert question_rows()[1]["answer"] in text
+
+
+@pytest.mark.parametrize("samples", [3, "text", {"prompt": "x"}, [3, {"prompt": 4}, None, "x"]])
+def test_samples_of_another_form_are_nothing_to_try(tmp_path, samples):
+    RunDir(tmp_path).summary.write_text(json.dumps({"samples": samples}))
+    assert infer._prompts_to_try(RunDir(tmp_path)) == []
