@@ -233,12 +233,23 @@ def _system(data: dict[str, Any]) -> list[Message]:
     return [_turn("system", data, "system")] if data.get("system") else []
 
 
+def _after_system(data: dict[str, Any], messages: list[Message], key: str) -> list[Message]:
+    """Messages after the row's system prompt, which must be the same as one that they begin with."""
+    given = _system(data)
+    if not given or not given[0]["content"].strip():
+        return messages
+    own = messages[0]["content"].strip() if messages[0]["role"] == "system" else None
+    if own and own != given[0]["content"].strip():
+        raise _invalid("system", data["system"], f"{_found(own)}, which is {key}[0], or none")
+    return given + messages[own is not None :]
+
+
 def _from_messages(data: dict[str, Any]) -> tuple[list[Message], int]:
     return _messages(data.get("messages"), "messages"), 0
 
 
 def _from_sharegpt(data: dict[str, Any]) -> tuple[list[Message], int]:
-    return _system(data) + _messages(data.get("conversations"), "conversations"), 0
+    return _after_system(data, _messages(data.get("conversations"), "conversations"), "conversations"), 0
 
 
 def _from_alpaca(data: dict[str, Any]) -> tuple[list[Message], int]:
@@ -272,7 +283,7 @@ def _from_preference(data: dict[str, Any]) -> tuple[list[Message], int]:
     chosen, prompt = data["chosen"], data.get("prompt")
     answer = _messages(chosen, "chosen") if isinstance(chosen, list) else [_turn("assistant", data, "chosen")]
     if answer[0]["role"] != "assistant":
-        return _system(data) + answer, 0
+        return _after_system(data, answer, "chosen"), 0
     if isinstance(prompt, list):
         context = _messages(prompt, "prompt")
         return context + answer, len(context)
@@ -343,7 +354,8 @@ def _unusable(messages: list[Message]) -> str | None:
     if not answers:
         return NO_ASSISTANT
     for message in answers:
-        if not (message["content"].strip() or "tool_calls" in message or "reasoning_content" in message):
+        is_blank = not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"})
+        if is_blank and message.get("train", True):  # one that carries no loss is context
             return BLANK_ASSISTANT
     return None
 
@@ -380,7 +392,8 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
         messages, context = messages[1:], max(context - 1, 0)
     if system_prompt and not any(message["role"] == "system" for message in messages):
         messages, context = [{"role": "system", "content": system_prompt}, *messages], context + bool(context)
+    reason = _unusable(messages[context:])
     untrained = tuple(index for index, message in enumerate(messages) if not message.pop("train", True))
-    return _unusable(messages[context:]) or Conversation(
+    return reason or Conversation(
         tuple(messages), tools=tools or None, source=row.where, context=context, untrained=untrained
     )
