@@ -138,6 +138,20 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def _require_rows(tokenizer: "PreTrainedTokenizerBase", known: int) -> None:
+    """Raises a ConfigError if the model, which knows so many tokens, has no row for one that we put in."""
+    for name in ("eos_token", "bos_token", "pad_token"):
+        token, token_id = getattr(tokenizer, name), getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= known:
+            other = f", or set {name} to {tokenizer.eos_token!r} in tokenizer_config.json"
+            raise ConfigError(
+                f"model.name: the {name} of the tokenizer of '{tokenizer.name_or_path}' is {token!r}, token "
+                f"{token_id}, but the model has only the tokens 0 to {known - 1}: it was added to the "
+                "tokenizer alone.\nGive the model a row for it, resize_token_embeddings(len(tokenizer)) and "
+                f"save_pretrained() of both into one folder{other if name == 'pad_token' else ''}"
+            )
+
+
 def without_new_tokens(model: ModelConfig) -> ModelConfig:
     """The model as it was published."""
     return model.model_copy(update={"new_tokens": ()})
@@ -213,15 +227,18 @@ def load_data(
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     Raises:
-        ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.
+        ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
+            tokenizer or of the data; or as in `prepare`.
         DataError: as in `prepare`.
     """
     architecture = architecture or load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
+    known = architecture.get_text_config().vocab_size
+    _require_rows(tokenizer, known)
     rows = prepare(
         config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes
     )
-    known, largest = architecture.get_text_config().vocab_size, rows.stats["largest_token_id"]
+    largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(
             f"the tokenizer produced token {largest}, but the model has only {known} tokens: they do not "
