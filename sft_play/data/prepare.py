@@ -5,8 +5,9 @@ This happens once, before any process group exists; the result is cached on disk
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,15 @@ from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, opened, read_rows
 from sft_play.data.spans import pieces_of
 from sft_play.data.splits import SPLITS, Part, write_splits
-from sft_play.data.template import check_template, split_markers, split_warning, use_template
+from sft_play.data.template import (
+    check_template,
+    day_warning,
+    render_as_of,
+    split_markers,
+    split_warning,
+    use_template,
+    writes_the_day,
+)
 from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import (
     PART_ROWS,
@@ -40,6 +49,7 @@ from sft_play.errors import ConfigError
 from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.manifest import read_manifest
 from sft_play.report.progress import progress_bar
+from sft_play.runlog import RunDir, read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +74,7 @@ class PreparedData:
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
     truncated, parts (of longer rows), dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start,
     width, rows, longer}, and with data.sources a list of counts by source; and warnings, chat_template,
-    largest_token_id, seconds."""
+    largest_token_id, seconds; and rendered_as_of, a day, if the chat template writes one."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
 
@@ -97,11 +107,13 @@ def prepare(
     model_limit: int | None = None,
     progress: bool = True,
     hashes: bool = True,
+    day: date | None = None,
 ) -> PreparedData:
     """Tokenizes the data of a run or loads it from the cache; of concurrent callers only one does the work.
 
     Sets the tokenizer's chat template as data.chat_template asks. `model_limit` is the longest sequence that
     the model supports, if known. Without `hashes`, only the sizes of the cached files are checked for damage.
+    A chat template that writes the date writes that of `day`, by default today.
 
     Raises:
         DataError: the data cannot be read, or has no supervised tokens.
@@ -113,10 +125,13 @@ def prepare(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
+    dated = (day or date.today()) if config.data.task != "cpt" and writes_the_day(tokenizer) else None
+    if dated:
+        render_as_of(tokenizer, dated)
     inputs = data_inputs(config.data)
     sources = [opened(given) for given in inputs]
     fingerprints = [fingerprint(source) for source in sources]
-    key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
+    key = _cache_key(config, tokenizer, max_tokens, dated, inputs, [digest for digest, _ in fingerprints])
 
     def make(folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
@@ -132,6 +147,9 @@ def prepare(
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
         if markers:
             stats["warnings"].append(split_warning(markers))
+        if dated:
+            stats["warnings"].append(day_warning(dated))
+            stats["rendered_as_of"] = str(dated)
         stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
         return {"stats": stats}
 
@@ -140,10 +158,18 @@ def prepare(
     return _load(config, folder)
 
 
+def first_day(run: Path | None) -> date | None:
+    """The day of the rows of a run that has begun; None if there is none, or its template writes no day."""
+    with suppress(ValueError):
+        return date.fromisoformat(str(read_json(RunDir(run).data).get("rendered_as_of"))) if run else None
+    return None
+
+
 def _cache_key(
     config: RunConfig,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
+    day: date | None,
     inputs: Sequence[DataInput],
     fingerprints: Sequence[str],
 ) -> str:
@@ -164,6 +190,7 @@ def _cache_key(
             "sources": [given.path for given in inputs] if data.sources else None,
             "tokenizer": store.tokenizer_digest(tokenizer),
             "max_tokens": max_tokens,
+            "day": str(day),
             "held_out": [held_out, config.train.seed] if held_out else None,
             **{name: getattr(data, name) for name in settings},
         }

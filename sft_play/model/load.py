@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
-from sft_play.data.prepare import PreparedData, prepare
+from sft_play.data.prepare import PreparedData, first_day, prepare
 from sft_play.errors import ConfigError, first_line
 from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
@@ -15,6 +15,7 @@ from sft_play.model.files import FROM_EITHER, NEITHER, TOKENIZER_FILES, has_toke
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
 from sft_play.model.rope import with_rope_scaling
+from sft_play.runlog import continued_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -223,8 +224,12 @@ def load_data(
     *,
     progress: bool = True,
     hashes: bool = True,
+    begun: bool = False,
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
+
+    A chat template that writes the date writes that of the day on which the run that is resumed began. With
+    `begun`, the run is one that has, whatever train.resume says.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
@@ -235,9 +240,10 @@ def load_data(
     tokenizer = load_tokenizer(config.model)
     known = architecture.get_text_config().vocab_size
     _require_rows(tokenizer, known)
-    rows = prepare(
-        config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes
-    )
+    run = Path(config.output.dir) / config.output.name
+    day = first_day(run if begun else continued_run(run, config.train.resume))
+    limit = position_limit(architecture)
+    rows = prepare(config, tokenizer, model_limit=limit, progress=progress, hashes=hashes, day=day)
     largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from datetime import date
 
 import pytest
 
@@ -51,3 +52,29 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_before_rows_are_read(
     assert ("set pad_token to '<eos>' in tokenizer_config.json" in str(error.value)) == (name == "pad_token")
     with pytest.raises(DataError, match="answer is 5"):  # the rows for a new token are enough for both
         load(rows, {"name": str(folder), "new_tokens": ["<more>"]})
+
+
+def test_the_rows_of_a_resumed_run_have_the_day_on_which_it_began(load, tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('w%d') }} {% for m in messages %}{{ m.content }} {{ eos_token }} {% endfor %}"
+    )
+    rows = [{"question": f"w{number}", "answer": "w2"} for number in range(20)]
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+
+    def loaded(**settings):
+        return load(rows, data={"chat_template": str(template)}, **settings).rows
+
+    def day(**settings):
+        return loaded(**settings).stats["rendered_as_of"]
+
+    new = day(resume="auto")
+    assert new >= str(date(2026, 1, 1)) and day(begun=True) >= new
+    (run / "data.json").write_text('{"rendered_as_of": "2024-02-29"}')
+    checkpoint = str(run / "checkpoints" / "checkpoint-2")
+    assert {day(resume="auto"), day(resume=checkpoint), day(begun=True)} == {"2024-02-29"}
+    assert day(resume="never") >= new
+    first = loaded(resume="auto").digests()
+    shutil.rmtree(tmp_path / "cache")
+    assert loaded(resume="auto").digests() == first != loaded(resume="never").digests()
