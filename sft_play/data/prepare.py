@@ -19,7 +19,7 @@ from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.batching import Share
-from sft_play.data.chat import Chat, make_chat
+from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, opened, read_rows
@@ -125,9 +125,7 @@ def prepare(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
-    dated = (day or date.today()) if config.data.task != "cpt" and writes_the_day(tokenizer) else None
-    if dated:
-        render_as_of(tokenizer, dated)
+    dated = _day_written(config, tokenizer, day)
     inputs = data_inputs(config.data)
     sources = [opened(given) for given in inputs]
     fingerprints = [fingerprint(source) for source in sources]
@@ -145,8 +143,7 @@ def prepare(
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
-        if markers:
-            stats["warnings"].append(split_warning(markers))
+        stats["warnings"] += [split_warning(markers)] if markers else []
         if dated:
             stats["warnings"].append(day_warning(dated))
             stats["rendered_as_of"] = str(dated)
@@ -156,6 +153,15 @@ def prepare(
     folder = cache_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)
     return _load(config, folder)
+
+
+def _day_written(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", day: date | None) -> date | None:
+    """The day that the chat template writes from now on; None if it writes none, or renders no row."""
+    if config.data.task == "cpt" or not writes_the_day(tokenizer):
+        return None
+    day = day or date.today()
+    render_as_of(tokenizer, day)
+    return day
 
 
 def first_day(run: Path | None) -> date | None:
@@ -182,7 +188,10 @@ def _cache_key(
         [given.split, given.format, dict(given.columns), digest]
         for given, digest in zip(inputs, fingerprints, strict=True)
     ]
-    settings = ("task", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
+    settings = (
+        "task", "system_prompt", "supervise", "learn_tool_calls", "control_tokens",
+        "overlong", "dedup", "limit",
+    )  # fmt: skip
     return store.content_key(
         {
             "code": [sources_digest(SOURCES), installed_versions(PACKAGES)],
@@ -203,17 +212,17 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     name, rows = with_format(read_rows(source, config.data.limit), given.format, what)
     settings = (name, config.data.system_prompt, config.data.overlong)
     if is_raw_text(config, given, source, name):
-        return EncodingTask(
-            replace(chat, max_tokens=None), *settings, block=block_tokens(config.model, chat.max_tokens)
-        )
-    task = EncodingTask(chat, *settings)
+        whole = with_control_tokens(replace(chat, max_tokens=None), config.data.control_tokens, renders=False)
+        return EncodingTask(whole, *settings, block=block_tokens(config.model, chat.max_tokens))
+    tried = False
     for row in rows:
-        conversation = convert(row, name, task.system_prompt)
+        conversation = convert(row, name, config.data.system_prompt)
         if isinstance(conversation, Conversation):
             if conversation.messages:
                 check_template(chat.tokenizer, conversation, origin)
+                tried = True
             break
-    return task
+    return EncodingTask(with_control_tokens(chat, config.data.control_tokens, renders=tried), *settings)
 
 
 def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.chat import HIDDEN_REASONING
+from sft_play.data.chat import HIDDEN_REASONING, UNSTOPPED
+from sft_play.data.control_tokens import IN_TEXTS
 from sft_play.data.splits import Chosen, Part
 from sft_play.data.workers import WITH_PLACEHOLDER, is_too_long
 from sft_play.errors import ConfigError
@@ -24,6 +25,16 @@ MEANINGS = {
         ", so it is not trained on. Use a template that renders message.reasoning_content "
         "(data.chat_template=plain, or a Jinja file), or write the reasoning into content, as the model "
         "should produce it",
+    ),
+    UNSTOPPED: (
+        "conversation",
+        ": where the template begins the next turn without a token, the model does not learn to stop. Use a "
+        "template that ends each turn with one (data.chat_template=plain or chatml), or data.supervise=last",
+    ),
+    IN_TEXTS: (
+        "row",
+        ": they are tokenized as control tokens, so that a text can end a turn, and are learned in answers; "
+        "data.control_tokens=escape spells them as ordinary text, refuse makes them errors",
     ),
     WITH_PLACEHOLDER: (
         "row",
@@ -66,7 +77,8 @@ def data_warnings(
         found += _about_unused_keys(part)
         for note, (what, meaning) in MEANINGS.items():
             if count := part.counts.notes[note]:
-                found.append(f"{part.given.key}: {counted(count, what)} {note}{meaning}")
+                first = f" (the first is {part.counts.first[note]})" if note in part.counts.first else ""
+                found.append(f"{part.given.key}: {counted(count, what)} {note}{first}{meaning}")
     return found
 
 
