@@ -151,6 +151,13 @@ def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
     return run
 
 
+def continued_run(run: Path, resume: str) -> Path | None:
+    """The run directory that `train.resume` may go on with; None if the run starts from scratch."""
+    if resume == "never":
+        return None
+    return run if resume == "auto" else Path(resume).absolute().parent.parent
+
+
 @contextlib.contextmanager
 def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
     """Locks the run directory for this process; the kernel releases the lock when the process dies.

@@ -18,13 +18,14 @@ from sft_play.commands.answers import AnswerScore, require_answers, score_answer
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
-from sft_play.data.formats import Message
+from sft_play.data.messages import Message
 from sft_play.data.prepare import PreparedData
+from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError
 from sft_play.files import write_atomic
 from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import padded_micro_batches
-from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches, prompt_ids
+from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, chat_of, generate_answers, in_batches
 from sft_play.model.load import load_data
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights import finished_weights
@@ -85,13 +86,13 @@ def questions(
         ConfigError: eval.answer_pattern matches none of them.
     """
     limit = limit or config.eval.limit
-    found = []
+    chat, found = chat_of(config, tokenizer), []
     for conversation in data.conversations(split):
         if conversation.text is None:
             messages, reference = prompt_and_answer(conversation)
             if messages and reference.strip():
                 prompt = replace(conversation, messages=tuple(messages))
-                found.append(Question(prompt.messages, reference, prompt_ids(tokenizer, prompt)))
+                found.append(Question(prompt.messages, reference, prompt_ids(chat, prompt)))
         if len(found) == limit:
             break
     require_answers([question.reference for question in found], config.eval.answer_pattern)
@@ -177,7 +178,7 @@ def evaluate_run(
     weights = finished_weights(config, run)
     require_same_base(config.model, run)  # also after full fine-tuning: the scores of the base are beside
     with quiet_libraries(run.log):
-        loaded = load_data(config)
+        loaded = load_data(config, begun=True)
         rows = _split_rows(loaded.rows, split)
         asked = questions(config, loaded.rows, split, loaded.tokenizer, limit)
         merged, left_out = merged_model(config, run, weights)

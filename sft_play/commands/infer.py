@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
-from sft_play.data.formats import ROLES, Conversation, Message, convert
+from sft_play.data.formats import Conversation, convert
+from sft_play.data.messages import ROLES, Message
 from sft_play.data.reading import read_rows
 from sft_play.data.rows import Row
 from sft_play.data.sources import Source
+from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import write_atomic
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import (
     Answer,
     answer_batches,
+    chat_of,
     generate,
     load_chat_tokenizer,
-    prompt_ids,
     stop_token_ids,
 )
 from sft_play.model.load import position_limit
@@ -111,13 +113,19 @@ def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str], stops: Seq
 
 def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, config: RunConfig) -> None:
     """Answers the last question of the chat: prints the answer and adds it to the chat."""
+    prompts = chat_of(config, tokenizer)
 
     def render(messages: Sequence[Message]) -> list[int]:
-        return prompt_ids(tokenizer, Conversation(tuple(messages), source="the chat"))
+        return prompt_ids(prompts, Conversation(tuple(messages), source="the chat"))
 
     say, most = console().print, config.eval.max_new_tokens
     limit = position_limit(model.config)
-    ids, room, dropped = fit_history(chat, render, limit, most)
+    try:
+        ids, room, dropped = fit_history(chat, render, limit, most)
+    except DataError as error:
+        say(f"not sent: {error}", style="yellow", markup=False)
+        chat.turns.pop()
+        return
     if room < min(MIN_ANSWER_TOKENS, most):
         text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
         say(text, style="yellow")
@@ -370,7 +378,8 @@ def _answers(
 ) -> Iterator[tuple[int, Answer]]:
     """Yields the index of each conversation and its answer, as they are generated."""
     tokenizer = load_chat_tokenizer(config)
-    ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    chat = chat_of(config, tokenizer)
+    ids = [prompt_ids(chat, conversation) for conversation in conversations]
     with spinner(LOADING):
         model = load_for_inference(config, weights)
     rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens

@@ -289,7 +289,7 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
     output = output or run.merged
     dtype = require_merged(output, adapter)
     with quiet_libraries(run.log):
-        data = load_data(config).rows
+        data = load_data(config, begun=True).rows
         held_out = data.val if data.val is not None else data.train
         first = held_out.select(range(min(TEST_ROWS, len(held_out))))
         rows = [ids[:TEST_TOKENS] for ids in first["input_ids"]]

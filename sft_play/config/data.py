@@ -70,6 +70,10 @@ class DataConfig(Section):
     learn_tool_calls: bool = True
     """Whether assistant turns that call tools carry loss. A row excludes any assistant message with
     `"train": false` (or `"weight": 0`) in it."""
+    control_tokens: Literal["keep", "escape", "refuse"] = "keep"
+    """What becomes of control tokens, such as <|im_end|>, that stand in the texts of rows or prompts. keep:
+    they are control tokens there too, which a warning counts. escape: they are spelled as ordinary text, in
+    training, evaluation and inference. refuse: the first one is an error."""
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"
     """What to do with rows longer than model.max_seq_len; their number is always reported. split: several
     rows, of whole exchanges with the system message where they fit, so that each supervised token is learned

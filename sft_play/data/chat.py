@@ -15,20 +15,23 @@ copy, character by character, and some of them render different text than the mo
 import os
 import re
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.formats import Conversation, Message
+from sft_play.data.control_tokens import MARKS, ControlTokens, control_tokens, without_marks
+from sft_play.data.formats import Conversation
 from sft_play.data.limits import require_length, within_limits
+from sft_play.data.messages import Message
 from sft_play.data.spans import Pieces, Span
-from sft_play.data.template import cannot_render, flatten_globals, render, render_together
+from sft_play.data.template import cannot_render, flatten_globals, render, render_example, render_together
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WORD = re.compile(r"\w+")
+WORD, WHITE_SPACE = re.compile(r"\w+"), re.compile(r"\s*")
 HIDDEN_REASONING = "with reasoning that the chat template does not render"
+UNSTOPPED = "with answers that no token ends, since another turn follows"
 
 # Yields turns of a conversation, and is sent the text that ends with each and the prompt for it.
 Renderings = Generator[tuple["Conversation", int], tuple[str, str], list["RenderedRow"]]
@@ -41,6 +44,8 @@ class RenderedRow:
     text: str
     supervised: tuple[Span, ...]
     add_eos: bool = False  # append the end-of-sequence token, because the template has no end-of-turn token
+    spelled: tuple[Span, ...] = ()  # control tokens of the row's own texts, to be spelled as ordinary text
+    unstopped: bool = False  # whether an answer before the last one ends without a token that stops it
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Chat:
     """Longer rows are tokenized only as far as needed to know that they are longer."""
     learn_tool_calls: bool = True  # whether assistant turns that call tools carry loss
     pieces: Pieces | None = None  # saves time with many rows
+    controls: ControlTokens | None = None  # None: texts are not searched for control tokens
 
 
 def make_chat(
@@ -64,7 +70,7 @@ def make_chat(
     *,
     learn_tool_calls: bool = True,
 ) -> Chat:
-    """The settings for a tokenizer.
+    """The settings for a tokenizer; texts are not searched for control tokens.
 
     Raises:
         ConfigError: the tokenizer does not report character offsets.
@@ -76,6 +82,17 @@ def make_chat(
         )
     added = {token for token in tokenizer.get_added_vocab() if token.strip()} | {str(tokenizer.eos_token)}
     return Chat(tokenizer, supervise, tuple(sorted(added)), max_tokens, learn_tool_calls)
+
+
+def with_control_tokens(chat: Chat, setting: str, *, renders: bool = True) -> Chat:
+    """The settings with those of data.control_tokens; `renders`: a chat template, which has been tried."""
+    question = render_example(chat.tokenizer, "question") if renders else None
+    return replace(chat, controls=control_tokens(chat.tokenizer, setting, question))
+
+
+def marked(chat: Chat, conversation: Conversation) -> Conversation:
+    """The conversation for the template, with marks around control tokens that are to be spelled."""
+    return chat.controls.marked(conversation) if chat.controls else conversation
 
 
 def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
@@ -98,11 +115,19 @@ def render_rows(chat: Chat, conversations: Sequence[Conversation]) -> list[list[
         DataError: a row cannot be rendered; names the first one.
     """
     try:
-        return _advance_together(chat, [_renderings(chat, row) for row in conversations])
+        found = _advance_together(chat, [_renderings(chat, marked(chat, row)) for row in conversations])
+        return [[_without_marks(row) for row in rows] for rows in found]
     except DataError:
         if len(conversations) == 1:
             raise
         return [rows for row in conversations for rows in render_rows(chat, [row])]
+
+
+def _without_marks(row: RenderedRow) -> RenderedRow:
+    if not MARKS.search(row.text):
+        return row
+    text, supervised, spelled = without_marks(row.text, row.supervised)
+    return replace(row, text=text, supervised=supervised, spelled=spelled)
 
 
 def _advance_together(chat: Chat, renderings: Sequence[Renderings]) -> list[list[RenderedRow]]:
@@ -171,14 +196,22 @@ def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) 
         if end is None:
             end = _end_of_turn(chat, own)
             found.append((own[:end], []))
+        else:
+            end = _through_marker(chat, found[-1][0], end)
         start = _start_of_answer(conversation, turn, own, prompt)
         _check_shown(conversation, turn, own[start:end])
         found[-1][1].append((start, end))
-    ends = chat.end_tokens
-    return [
-        RenderedRow(text, tuple(reversed(spans)), add_eos=not text.endswith(ends))
-        for text, spans in reversed(found)
-    ]
+    return [_rendered(chat, text, spans[::-1]) for text, spans in reversed(found)]
+
+
+def _rendered(chat: Chat, text: str, spans: Sequence[Span]) -> RenderedRow:
+    """The row of a text that ends with an answer."""
+    return RenderedRow(
+        text,
+        tuple(spans),
+        add_eos=not text.endswith(chat.end_tokens),
+        unstopped=any(not text.endswith(chat.end_tokens, 0, end) for _, end in spans[:-1]),
+    )
 
 
 def _start_of_answer(conversation: Conversation, turn: int, text: str, prompt: str) -> int:
@@ -236,6 +269,18 @@ def _end_of_turn(chat: Chat, text: str) -> int:
     return len(stripped) if stripped.endswith(chat.end_tokens) else len(text)
 
 
+def _through_marker(chat: Chat, text: str, end: int) -> int:
+    """The end of an answer that nothing but the marker of the next turn ends, such as GLM's <|user|>.
+
+    The model stops where it writes that marker, so it has to learn it.
+    """
+    if text.endswith(chat.end_tokens, 0, end):
+        return end
+    start = WHITE_SPACE.match(text, end).end()  # type: ignore[union-attr]  # matches the empty string too
+    marker = max((len(token) for token in chat.end_tokens if text.startswith(token, start)), default=0)
+    return start + marker if marker else end
+
+
 def _end_in(chat: Chat, own: str, text: str) -> int | None:
     """Where the last turn of `own` ends in the longer `text`; None if `text` renders it differently."""
     eos = str(chat.tokenizer.eos_token)
@@ -285,8 +330,7 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     spans = [(start, _end_of_tag(chat, text, start, end)) for start, end in spans]
     if not spans:
         return []
-    text = text[: spans[-1][1]]
-    return [RenderedRow(text, tuple(spans), add_eos=not text.endswith(chat.end_tokens))]
+    return [_rendered(chat, text[: spans[-1][1]], spans)]
 
 
 def _runs_without_loss(messages: Sequence[Message], turns: list[int]) -> list[tuple[int, int]]:
@@ -318,7 +362,4 @@ def _end_of_tag(chat: Chat, text: str, start: int, end: int) -> int:
     stripped = start + len(text[start:end].rstrip())
     if text[start:stripped].endswith(chat.end_tokens):
         return stripped
-    for token in chat.end_tokens:
-        if text.rstrip().endswith(token) and text.startswith(token, end):
-            return end + len(token)
-    return end
+    return _through_marker(chat, text, end)

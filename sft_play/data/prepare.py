@@ -5,8 +5,9 @@ This happens once, before any process group exists; the result is cached on disk
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.batching import Share
-from sft_play.data.chat import Chat, make_chat
+from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.folders import TEXT_SUFFIXES
 from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.inventory import inventory, remark_lines
@@ -27,7 +28,15 @@ from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source, fingerprint, open_inputs
 from sft_play.data.spans import pieces_of
 from sft_play.data.splits import SPLITS, Part, write_splits
-from sft_play.data.template import check_template, split_markers, split_warning, use_template
+from sft_play.data.template import (
+    check_template,
+    day_warning,
+    render_as_of,
+    split_markers,
+    split_warning,
+    use_template,
+    writes_the_day,
+)
 from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import (
     PART_ROWS,
@@ -43,6 +52,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.manifest import read_manifest
 from sft_play.report.progress import progress_bar
+from sft_play.runlog import RunDir, read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,7 +77,8 @@ class PreparedData:
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
     truncated, parts (of longer rows), dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start,
     width, rows, longer}, and with data.sources a list of counts by source; inputs and remarks (of
-    `inventory`); and warnings, chat_template, largest_token_id, seconds."""
+    `inventory`); warnings, chat_template, largest_token_id, seconds; and rendered_as_of, a day, if the chat
+    template writes one."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
 
@@ -100,11 +111,13 @@ def prepare(
     model_limit: int | None = None,
     progress: bool = True,
     hashes: bool = True,
+    day: date | None = None,
 ) -> PreparedData:
     """Tokenizes the data of a run or loads it from the cache; of concurrent callers only one does the work.
 
     Sets the tokenizer's chat template as data.chat_template asks. `model_limit` is the longest sequence that
     the model supports, if known. Without `hashes`, only the sizes of the cached files are checked for damage.
+    A chat template that writes the date writes that of `day`, by default today.
 
     Raises:
         DataError: the data cannot be read, or has no supervised tokens.
@@ -116,10 +129,11 @@ def prepare(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
+    dated = _day_written(config, tokenizer, day)
     opened = open_inputs(config.data)
     inputs, sources = zip(*opened, strict=True)
     fingerprints = [fingerprint(source) for source in sources]
-    key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
+    key = _cache_key(config, tokenizer, max_tokens, dated, inputs, [digest for digest, _ in fingerprints])
 
     def make(folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
@@ -135,8 +149,10 @@ def prepare(
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
-        if markers:
-            stats["warnings"].append(split_warning(markers))
+        stats["warnings"] += [split_warning(markers)] if markers else []
+        if dated:
+            stats["warnings"].append(day_warning(dated))
+            stats["rendered_as_of"] = str(dated)
         stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
         return {"stats": stats}
 
@@ -158,10 +174,27 @@ def _own_rows(given: DataInput) -> Iterator[None]:
         ) from None
 
 
+def _day_written(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", day: date | None) -> date | None:
+    """The day that the chat template writes from now on; None if it writes none, or renders no row."""
+    if config.data.task == "cpt" or not writes_the_day(tokenizer):
+        return None
+    day = day or date.today()
+    render_as_of(tokenizer, day)
+    return day
+
+
+def first_day(run: Path | None) -> date | None:
+    """The day of the rows of a run that has begun; None if there is none, or its template writes no day."""
+    with suppress(ValueError):
+        return date.fromisoformat(str(read_json(RunDir(run).data).get("rendered_as_of"))) if run else None
+    return None
+
+
 def _cache_key(
     config: RunConfig,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
+    day: date | None,
     inputs: Sequence[DataInput],
     fingerprints: Sequence[str],
 ) -> str:
@@ -174,7 +207,10 @@ def _cache_key(
         [given.split, given.format, dict(given.columns), digest]
         for given, digest in zip(inputs, fingerprints, strict=True)
     ]
-    settings = ("task", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
+    settings = (
+        "task", "system_prompt", "supervise", "learn_tool_calls", "control_tokens",
+        "overlong", "dedup", "limit",
+    )  # fmt: skip
     return store.content_key(
         {
             "code": [sources_digest(SOURCES), installed_versions(PACKAGES)],
@@ -182,6 +218,7 @@ def _cache_key(
             "sources": [given.path for given in inputs] if data.sources else None,
             "tokenizer": store.tokenizer_digest(tokenizer),
             "max_tokens": max_tokens,
+            "day": str(day),
             "held_out": [held_out, config.train.seed] if held_out else None,
             **{name: getattr(data, name) for name in settings},
         }
@@ -194,17 +231,17 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     name, rows = with_format(read_rows(source, config.data.limit), given.format, what)
     settings = (name, config.data.system_prompt, config.data.overlong)
     if is_raw_text(config, given, source, name):
-        return EncodingTask(
-            replace(chat, max_tokens=None), *settings, block=block_tokens(config.model, chat.max_tokens)
-        )
-    task = EncodingTask(chat, *settings)
+        whole = with_control_tokens(replace(chat, max_tokens=None), config.data.control_tokens, renders=False)
+        return EncodingTask(whole, *settings, block=block_tokens(config.model, chat.max_tokens))
+    tried = False
     for row in rows:
-        conversation = convert(row, name, task.system_prompt)
+        conversation = convert(row, name, config.data.system_prompt)
         if isinstance(conversation, Conversation):
             if conversation.messages:
                 check_template(chat.tokenizer, conversation, origin)
+                tried = True
             break
-    return task
+    return EncodingTask(with_control_tokens(chat, config.data.control_tokens, renders=tried), *settings)
 
 
 def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
-from sft_play.data.chat import Chat, make_chat, render_rows
+from sft_play.data.chat import Chat, make_chat, render_rows, with_control_tokens
 from sft_play.data.formats import Conversation, convert, detect_format, with_format
 from sft_play.data.inventory import input_lines, remark_lines
 from sft_play.data.prepare import PreparedData
@@ -163,6 +163,7 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
     """Writes each row of the file `rows` as the text that the model sees, with its supervised parts."""
     use_template(tokenizer, config.data.chat_template)
     chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
+    chat = with_control_tokens(chat, config.data.control_tokens)
     counts: Counter[str] = Counter()
     conversations = _conversations(
         open_source(str(rows), "train"), EACH_ROW, None, config.data.system_prompt, counts

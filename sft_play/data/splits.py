@@ -59,7 +59,8 @@ def assign(
 ) -> dict[str, list[np.ndarray]]:
     """A mask per split and part, bool [conversations].
 
-    Each part gives its own share; duplicates go to the same split, also across parts, so that none leaks.
+    Each part gives its own share, of MIN_ROWS_TO_SPLIT or more at least one, and keeps at least one for
+    training; duplicates go to the same split, also across parts, so that none leaks.
     """
     unique, ids = np.unique(np.concatenate(digests), return_inverse=True)
     names = ("train", *fractions)
@@ -71,8 +72,8 @@ def assign(
         home[own] = 0
         start = 0
         for split, fraction in enumerate(fractions.values(), 1):
-            enough = fraction and len(own) >= MIN_ROWS_TO_SPLIT
-            count = max(round(len(own) * fraction), 1) if enough else 0
+            least = int(fraction > 0 and len(own) >= MIN_ROWS_TO_SPLIT)
+            count = min(max(round(len(own) * fraction), least), max(len(own) - start - 1, 0))
             home[own[start : start + count]] = split
             start += count
     masks = {}

@@ -10,6 +10,9 @@ import re
 import resource
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date, datetime, time
+from functools import partial
 from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,8 +22,9 @@ from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from sft_play.data import limits
-from sft_play.data.formats import Conversation, Message, alternating
+from sft_play.data.formats import Conversation
 from sft_play.data.limits import TemplateOverrun, require_length, within_limits
+from sft_play.data.messages import Message, alternating
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "templates"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MARKER = re.compile(r"<[^<>\s]{1,40}>")  # what templates use as control tokens: <|im_end|>, <end_of_turn>
+WRITES_DAY = "strftime_now"  # a function that transformers gives to templates
 TRIAL_SECONDS = 30  # by the clock
 MAX_TEMPLATE_BYTES = 1_000_000
 SHOWN_ROLES, SHOWN_CHARACTERS = 20, 1000  # in messages
@@ -107,6 +112,41 @@ def flatten_globals(template: str) -> None:
     # it keeps what it has compiled; if a later version has another name for it, renderings just take longer
     if compiled := getattr(chat_template_utils, "_compile_jinja_template", None):
         compiled(template).globals = dict(compiled(template).globals)
+
+
+def writes_the_day(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the chat template, or one of several, writes the day on which it is rendered."""
+    return any(WRITES_DAY in text for text in _templates(tokenizer))
+
+
+def render_as_of(tokenizer: "PreTrainedTokenizerBase", day: date) -> None:
+    """Lets chat templates write this day in place of today, in this process and those forked from it."""
+    from transformers.utils import chat_template_utils
+
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+
+    def strftime_now(format: str) -> str:
+        return datetime.combine(day, time()).strftime(format)
+
+    for text in _templates(tokenizer):
+        if compiled and WRITES_DAY in text:
+            with suppress(Exception):  # `check_template` says what is wrong with a broken one
+                within_limits(partial(compiled, text)).globals[WRITES_DAY] = strftime_now
+
+
+def _templates(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    template = tokenizer.chat_template
+    return list(template.values()) if isinstance(template, dict) else [template or ""]
+
+
+def day_warning(day: date) -> str:
+    """What it means that `writes_the_day`, of rows that were rendered on this day."""
+    return (
+        f"the chat template writes the date of the day: all rows are rendered as of {day:%d %b %Y}, also "
+        "when the run is resumed later. So this one date is learned, while the model is given that of each "
+        "day at inference; to learn none, set data.chat_template to a copy of the template without "
+        f"{WRITES_DAY}"
+    )
 
 
 def render(

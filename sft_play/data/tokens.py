@@ -5,15 +5,26 @@ A text is tokenized as a whole; `spans.py` maps character spans to tokens.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import numpy as np
 
-from sft_play.data.chat import HIDDEN_REASONING, Chat, RenderedRow, hides_reasoning, render_rows
+from sft_play.data.boundaries import answer_start, find_in_pieces, is_split
+from sft_play.data.chat import (
+    HIDDEN_REASONING,
+    UNSTOPPED,
+    Chat,
+    RenderedRow,
+    hides_reasoning,
+    marked,
+    render_rows,
+)
+from sft_play.data.control_tokens import without_marks
 from sft_play.data.formats import Conversation
 from sft_play.data.limits import limited_renderings
-from sft_play.data.spans import find_tokens
+from sft_play.data.spans import Found, find_tokens
+from sft_play.data.template import render
 
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
@@ -34,7 +45,7 @@ def encode(
 ) -> list[list[Tokens]]:
     """The rows of each conversation: one, several if the template rewrites turns, none without an answer.
 
-    `notes` counts conversations with HIDDEN_REASONING.
+    `notes` counts conversations with HIDDEN_REASONING, and UNSTOPPED ones.
 
     Raises:
         DataError: the template cannot render a row, or the answers are not found in the rendered text; names
@@ -45,6 +56,7 @@ def encode(
     if notes is not None:
         hidden = (hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
         notes[HIDDEN_REASONING] += sum(hidden)
+        notes[UNSTOPPED] += sum(any(row.unstopped for row in rows) for rows in rendered)
     tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
     encoded = [list(islice(tokens, len(rows))) for rows in rendered]
     for index, row in enumerate(conversations):
@@ -70,10 +82,8 @@ def _beginning(chat: Chat, text: str) -> str:
 
 def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
     texts = [_beginning(chat, row.text) for row in rendered]
-    spans = [row.supervised for row in rendered]
     rows = []
-    found = find_tokens(chat.tokenizer, chat.pieces, texts, spans)  # the template writes special tokens
-    for row, text, (ids, learned) in zip(rendered, texts, found, strict=True):
+    for row, text, (ids, learned) in zip(rendered, texts, _find_answers(chat, rendered, texts), strict=True):
         if row.add_eos and len(text) == len(row.text):
             learned.append((len(ids), len(ids) + 1))
             ids = np.append(ids, np.int32(chat.tokenizer.eos_token_id))
@@ -85,6 +95,44 @@ def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
     return rows
 
 
+def _find_answers(chat: Chat, rendered: Sequence[RenderedRow], texts: Sequence[str]) -> list[Found]:
+    """The tokens of the rows' texts, and those that carry loss: what the model writes after a prompt."""
+    spans, queries = [], []
+    for row in rendered:
+        begins = [answer_start(chat.tokenizer, row.text, start) for start, _ in row.supervised]
+        spans.append([(begin, end) for begin, (_, end) in zip(begins, row.supervised, strict=True)])
+        queries.append([*spans[-1], *((max(begin - 1, 0), begin) for begin in begins)])
+    found = []
+    natural = find_tokens(chat.tokenizer, chat.pieces, texts, queries)  # the template writes special tokens
+    for row, text, own, (ids, places) in zip(rendered, texts, spans, natural, strict=True):
+        learned, before = places[: len(own)], places[len(own) :]
+        prompts = {}
+        for number, (begin, _) in enumerate(own):
+            inside = 0 < begin < len(text)
+            if inside and is_split(text, begin, learned[number][0], before[number][1]):
+                prompts[begin] = min(row.supervised[number][0], len(text))
+        spelled = [span for span in row.spelled if span[1] <= len(text)]
+        pieces = find_in_pieces(chat.tokenizer, text, own, prompts, spelled) if prompts or spelled else None
+        found.append(pieces or (ids, learned))
+    return found
+
+
+def prompt_ids(chat: Chat, prompt: Conversation) -> list[int]:
+    """The tokens of a prompt at inference, up to where the model begins to write its answer, as in training.
+
+    Raises:
+        DataError: the chat template rejects the messages, or they have a control token and may have none.
+    """
+    if chat.controls:
+        chat.controls.require_none(prompt)
+    if prompt.text is not None:
+        return tokenize_text(chat, replace(prompt, ends=False)).input_ids.tolist()
+    asked = marked(chat, prompt)
+    text, _, spelled = without_marks(render(chat.tokenizer, asked, asked.messages, prompt=True), ())
+    ids, _ = find_in_pieces(chat.tokenizer, text, (), {len(text): len(text)}, spelled)
+    return ids.tolist()
+
+
 def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
     """Plain text, with loss on every token, even the first one.
 
@@ -92,10 +140,20 @@ def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
     """
     eos = chat.tokenizer.eos_token_id
     text = _beginning(chat, str(row.text))
+    spelled = chat.controls.in_text(text) if chat.controls else ()
     ids = chat.tokenizer(text, add_special_tokens=row.begins, verbose=False)["input_ids"]
+    if spelled:
+        opening = _opening(chat) if row.begins else []
+        ids = [*opening, *find_in_pieces(chat.tokenizer, text, (), {}, spelled)[0].tolist()]
     closed = ids[-1:] == [eos]
     if row.ends and not closed:
         ids = [*ids, eos]
     elif closed and not row.ends:
         ids = ids[:-1]
     return Tokens(np.array(ids, np.int32), np.array(ids, np.int32))
+
+
+def _opening(chat: Chat) -> list[int]:
+    """The tokens that the tokenizer puts before a text."""
+    one = chat.tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    return one["input_ids"][: one["special_tokens_mask"].index(0)]

@@ -1,12 +1,14 @@
 """Warnings about data that is allowed but probably not what was intended."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.chat import HIDDEN_REASONING
+from sft_play.data.chat import HIDDEN_REASONING, UNSTOPPED
+from sft_play.data.control_tokens import IN_TEXTS
 from sft_play.data.rows import AS_NULL
 from sft_play.data.splits import Chosen, Part
 from sft_play.data.tables import NUMBERED
@@ -16,6 +18,7 @@ from sft_play.units import counted
 
 FEW_ROWS = 32
 MAX_KEYS = 10  # that are not used and named, the most frequent ones
+HELD_OUT = {"val": "validation", "test": "test"}
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 # Of the notes that are counted: what has it, and what it means.
 MEANINGS = {
@@ -24,6 +27,16 @@ MEANINGS = {
         ", so it is not trained on. Use a template that renders message.reasoning_content "
         "(data.chat_template=plain, or a Jinja file), or write the reasoning into content, as the model "
         "should produce it",
+    ),
+    UNSTOPPED: (
+        "conversation",
+        ": where the template begins the next turn without a token, the model does not learn to stop. Use a "
+        "template that ends each turn with one (data.chat_template=plain or chatml), or data.supervise=last",
+    ),
+    IN_TEXTS: (
+        "row",
+        ": they are tokenized as control tokens, so that a text can end a turn, and are learned in answers; "
+        "data.control_tokens=escape spells them as ordinary text, refuse makes them errors",
     ),
     WITH_PLACEHOLDER: (
         "row",
@@ -54,6 +67,7 @@ def data_warnings(
     train = stats["train"]
     if train["rows"] < FEW_ROWS:
         found.append(f"only {counted(train['rows'], 'training row')}: the model will overfit")
+    found += _about_missing_splits(config, chosen)
     found += _about_duplicates(stats, chosen)
     if train["rows"] > train["conversations"] and not train["parts"] and not any(p.block for p in parts):
         found.append(
@@ -71,7 +85,8 @@ def data_warnings(
         found += _about_unused_keys(part)
         for note, (what, meaning) in MEANINGS.items():
             if count := part.counts.notes[note]:
-                found.append(f"{part.given.key}: {counted(count, what)} {note}{meaning}")
+                first = f" (the first is {part.counts.first[note]})" if note in part.counts.first else ""
+                found.append(f"{part.given.key}: {counted(count, what)} {note}{first}{meaning}")
     return found
 
 
@@ -113,6 +128,24 @@ def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[s
     if share < 0.01:
         return []
     return [f"{share:.0%} of the training tokens are unknown to the tokenizer"]
+
+
+def _about_missing_splits(config: RunConfig, chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
+    """Paths of so few rows that none is held out although a share is asked for."""
+    found = []
+    for split, name in HELD_OUT.items():
+        fraction = getattr(config.data, f"{split}_fraction")
+        for one in chosen[split]:
+            if one.part.given.split == split or not fraction or one.mask.any():
+                continue
+            rows = len(np.unique(one.part.digests))
+            enough = f"data.{split}_fraction={math.ceil(100 / rows) / 100:g} for one, or " if rows > 1 else ""
+            found.append(
+                f"{one.part.given.key}: no {name} rows are held out, since "
+                f"{counted(rows, 'text' if one.part.block else 'row')} are too few for "
+                f"data.{split}_fraction={fraction:g}; set {enough}data.{split}_path"
+            )
+    return found
 
 
 def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from sft_play.data import store
 from sft_play.data.chat import Chat
+from sft_play.data.control_tokens import IN_TEXTS
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import in_sections
 from sft_play.data.rows import Row
@@ -65,7 +66,9 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     unused: Counter[str] = field(default_factory=Counter)  # how many rows have a key that is not read, by key
     notes: Counter[str] = field(default_factory=Counter)
-    """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER and WITH_NULLS."""
+    """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER, WITH_NULLS or IN_TEXTS."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Of some notes, the first row: "rows.jsonl:3: '</s>'"."""
 
     def add(self, other: "Counts") -> None:
         """Counts those of further rows."""
@@ -73,6 +76,7 @@ class Counts:
         self.dropped.update(other.dropped)
         self.unused.update(other.unused)
         self.notes.update(other.notes)
+        self.first = {**other.first, **self.first}
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
             counts.dropped[converted] += 1
         else:
             counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
+            _look_for_control_tokens(task, converted, counts)
             conversations += in_sections(converted) if task.block else [converted]
     read = FORMATS[task.format][:2]
     counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, read[0]) for row in rows)
@@ -141,6 +146,17 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         np.array(row_counts, np.int64),
         counts,
     )
+
+
+def _look_for_control_tokens(task: EncodingTask, row: Conversation, counts: Counts) -> None:
+    """Counts a row with control tokens IN_TEXTS that are kept, or raises a DataError if they are refused."""
+    controls = task.chat.controls
+    if controls is None or controls.escapes:
+        return
+    controls.require_none(row)
+    if token := controls.first_in(row):
+        counts.notes[IN_TEXTS] += 1
+        counts.first.setdefault(IN_TEXTS, f"{row.source}: {token!r}")
 
 
 def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.data.formats import Conversation, Message, alternating
+from sft_play.data.formats import Conversation
+from sft_play.data.messages import Message, alternating
 from sft_play.data.template import render
 from sft_play.errors import DataError
 

@@ -1,6 +1,5 @@
 """Prompts in, answers out: batched, greedy by default, ending at the stop tokens of model and template."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,9 +8,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.formats import Conversation
-from sft_play.data.template import render, render_example, use_template
-from sft_play.errors import DoesNotFitError, first_line
+from sft_play.data.chat import Chat, make_chat, with_control_tokens
+from sft_play.data.template import render_example, use_template
+from sft_play.errors import DataError, DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import progress_bar
@@ -73,37 +72,28 @@ def load_chat_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
-    """The tokens of a prompt, up to where the assistant's answer begins.
-
-    Raises:
-        DataError: the chat template rejects the messages.
-    """
-
-    def tokens(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    if prompt.text is not None:
-        return list(tokenizer(prompt.text, verbose=False)["input_ids"])
-    text = render(tokenizer, prompt, prompt.messages, prompt=True)
-    ids = tokens(text)
-    if text.endswith(" "):
-        # Most tokenizers merge a space with the next word, so in training it was the beginning of the answer.
-        return list(os.path.commonprefix([ids, tokens(text + "a")]))
-    return ids
+def chat_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The settings for prompts of a run, whose chat template the tokenizer has."""
+    return with_control_tokens(make_chat(tokenizer, config.data.supervise), config.data.control_tokens)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that the chat template puts after an answer ("<|im_end|>"); None if there is none.
 
     A token that was added to the vocabulary, special or not; some tokenizers have added ones for blanks.
+    Where nothing ends an answer, it is the marker of the next turn, such as GLM's "<|user|>".
     """
-    text = render_example(tokenizer, "question", "answer")
-    if text is None:  # there is no template, or it wants more than a question
-        return None
     added = tokenizer.added_tokens_decoder
-    ids = tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"]
-    return next((index for index in ids if index in added and not added[index].content.isspace()), None)
+    for turns in (("question", "answer"), ("question", "answer", "question")):
+        text = render_example(tokenizer, *turns)
+        if text is None:  # there is no template, or it wants more than a question
+            return None
+        after = text.rpartition("answer")[2].partition("question")[0]
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+        ends = (index for index in ids if index in added and not added[index].content.isspace())
+        if (end := next(ends, None)) is not None:
+            return end
+    return None
 
 
 def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -112,6 +102,17 @@ def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     ids |= set(configured) if isinstance(configured, list) else {configured}
     return sorted(token_id for token_id in ids if token_id is not None)
+
+
+def _require_known(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises a DataError if a prompt has a token that the model has no row for."""
+    known = model.config.get_text_config().vocab_size
+    largest = max(map(max, filter(None, prompts)), default=0)
+    if largest >= known:
+        raise DataError(
+            f"a prompt has {tokenizer.convert_ids_to_tokens(largest)!r}, token {largest}, but the model has "
+            f"only the tokens 0 to {known - 1}; remove it from the prompt, or set data.control_tokens=escape"
+        )
 
 
 def generate(
@@ -128,7 +129,11 @@ def generate(
 
     Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
     A streamer receives tokens as they are generated. Further options are those of transformers' `generate`.
+
+    Raises:
+        DataError: a prompt has a token that the model has no row for.
     """
+    _require_known(model, tokenizer, prompts)
     given = {"input_ids": [list(prompt) for prompt in prompts]}
     batch: Any = tokenizer.pad(
         given, padding_side="left", return_attention_mask=True, return_tensors="pt", verbose=False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
-from sft_play.data.prepare import PreparedData, prepare
+from sft_play.data.prepare import PreparedData, first_day, prepare
 from sft_play.errors import ConfigError, first_line
 from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
@@ -15,6 +15,7 @@ from sft_play.model.files import FROM_EITHER, NEITHER, TOKENIZER_FILES, has_toke
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
 from sft_play.model.rope import with_rope_scaling
+from sft_play.runlog import continued_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,6 +139,20 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def _require_rows(tokenizer: "PreTrainedTokenizerBase", known: int) -> None:
+    """Raises a ConfigError if the model, which knows so many tokens, has no row for one that we put in."""
+    for name in ("eos_token", "bos_token", "pad_token"):
+        token, token_id = getattr(tokenizer, name), getattr(tokenizer, f"{name}_id")
+        if token_id is not None and token_id >= known:
+            other = f", or set {name} to {tokenizer.eos_token!r} in tokenizer_config.json"
+            raise ConfigError(
+                f"model.name: the {name} of the tokenizer of '{tokenizer.name_or_path}' is {token!r}, token "
+                f"{token_id}, but the model has only the tokens 0 to {known - 1}: it was added to the "
+                "tokenizer alone.\nGive the model a row for it, resize_token_embeddings(len(tokenizer)) and "
+                f"save_pretrained() of both into one folder{other if name == 'pad_token' else ''}"
+            )
+
+
 def without_new_tokens(model: ModelConfig) -> ModelConfig:
     """The model as it was published."""
     return model.model_copy(update={"new_tokens": ()})
@@ -209,19 +224,27 @@ def load_data(
     *,
     progress: bool = True,
     hashes: bool = True,
+    begun: bool = False,
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
+    A chat template that writes the date writes that of the day on which the run that is resumed began. With
+    `begun`, the run is one that has, whatever train.resume says.
+
     Raises:
-        ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.
+        ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
+            tokenizer or of the data; or as in `prepare`.
         DataError: as in `prepare`.
     """
     architecture = architecture or load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
-    rows = prepare(
-        config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes
-    )
-    known, largest = architecture.get_text_config().vocab_size, rows.stats["largest_token_id"]
+    known = architecture.get_text_config().vocab_size
+    _require_rows(tokenizer, known)
+    run = Path(config.output.dir) / config.output.name
+    day = first_day(run if begun else continued_run(run, config.train.resume))
+    limit = position_limit(architecture)
+    rows = prepare(config, tokenizer, model_limit=limit, progress=progress, hashes=hashes, day=day)
+    largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(
             f"the tokenizer produced token {largest}, but the model has only {known} tokens: they do not "

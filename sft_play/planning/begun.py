@@ -11,7 +11,7 @@ from sft_play.plan import Plan
 from sft_play.planning.advice import Request
 from sft_play.planning.drafts import with_groups
 from sft_play.planning.run import plan_run
-from sft_play.runlog import read_json
+from sft_play.runlog import continued_run, read_json
 
 # What the order of sums and the kernels depend on.
 KEPT = (
@@ -23,9 +23,8 @@ KEPT = (
 
 def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
     """The plan of what `train.resume` may go on with; None if there is none that this version can read."""
-    asked = config.train.resume
-    folder = run if asked == "auto" else Path(asked).absolute().parent.parent
-    if asked == "never" or not (folder / "plan.json").is_file():
+    folder = continued_run(run, config.train.resume)
+    if folder is None or not (folder / "plan.json").is_file():
         return None
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         return Plan.from_json(read_json(folder / "plan.json"))

@@ -298,6 +298,18 @@ def test_what_is_not_utf_8_is_not_sent(finished, screen):
     assert "not sent: this is not valid UTF-8" in screen.getvalue()
 
 
+def test_control_tokens_that_are_refused_are_not_sent(finished, screen, tmp_path):
+    data = finished.config.data.model_copy(update={"control_tokens": "refuse"})
+    config = finished.config.model_copy(update={"data": data})
+    chat(config, finished.run, read=typed("w1 <eos>", question_rows()[1]["question"], "/quit"))
+    assert "not sent: the chat: a text has the control token '<eos>'" in " ".join(screen.getvalue().split())
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [*question_rows()[:1], {"question": "w1 <pad>", "answer": "w2"}]
+    )
+    with pytest.raises(DataError, match=r"rows.jsonl:2: a text has the control token '<pad>'"):
+        infer_batch(config, finished.run, rows, tmp_path / "out.jsonl")
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypatch):
     row = next(row for row in question_rows() if len(row["answer"].split()) == 3)
     first, rest = row["answer"].split(maxsplit=1)

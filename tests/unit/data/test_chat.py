@@ -1,11 +1,12 @@
 import importlib.util
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sft_play.data.chat import make_chat, prompt_and_answer, render_rows
+from sft_play.data.chat import UNSTOPPED, make_chat, prompt_and_answer, render_rows
 from sft_play.data.formats import Conversation
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED, encode
@@ -36,6 +37,10 @@ PHI = (  # one more token closes the whole conversation
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
+GLM = (  # the marker of the next turn ends one
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
 HEADINGS = (  # no token ends a turn, and the prompt ends in a space
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -64,6 +69,7 @@ STYLES = {  # template, and what follows an answer in the middle and at the end
     "gemma": (GEMMA, "<end_of_turn>", "<end_of_turn>"),
     "mistral": (MISTRAL, "</s>", "</s>"),
     "phi": (PHI, "<|end|>", "<|end|>\n</s>"),
+    "glm": (GLM, "<|user|>", "</s>"),
     "headings": (HEADINGS, "\n", "\n</s>"),
     "marked": (MARKED, "<|im_end|>", "<|im_end|>"),
     "marked without end": (MARKED_WITHOUT_END, "<|im_end|>", "<|im_end|>"),
@@ -408,3 +414,41 @@ def test_real_templates_give_the_answers_that_their_marked_twins_in_trl_give(mak
             (part.text, learned.replace("\n", ""))
         )  # where they differ it is in line breaks of the template
     assert found[0] == found[1]
+
+
+def test_the_marker_of_the_next_turn_is_learned_where_nothing_else_ends_an_answer(make_tokenizer):
+    tokenizer = make_tokenizer((TRL_TEMPLATES / "glm4moe.jinja").read_text())
+    tokenizer.add_tokens(["<|observation|>"])
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        *TWO_TURNS.messages[:3],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "Five it is."},
+    ]
+    (row,) = rows_of(tokenizer, Conversation(tuple(turns), source="f:1"))
+    first, calls, last = learned_texts(tokenizer, row)
+    assert first == "\n<think></think>\nIt is four.<|user|>"
+    assert calls.startswith("\n<think></think>\n<tool_call>add") and calls.endswith(
+        "</tool_call><|observation|>"
+    )
+    assert last == "\n<think></think>\nFive it is.<|endoftext|>"
+
+
+@pytest.mark.parametrize("between", ["", "\n", " \n"])
+def test_white_space_before_such_a_marker_is_learned_with_it(make_tokenizer, between):
+    marked = MARKED_WITHOUT_END.replace("{{ '<|im_end|>\\n' }}", "").replace(
+        "<|im_start|>", "BETWEEN<|im_start|>"
+    )
+    plain = GLM.replace("'<|", "'BETWEEN<|")
+    for template, marker in ((plain, "<|user|>"), (marked, "<|im_start|>")):
+        tokenizer = make_tokenizer(template.replace("BETWEEN", between.replace("\n", "\\n")))
+        (row,) = rows_of(tokenizer, TWO_TURNS)
+        assert learned_texts(tokenizer, row)[0] == f"It is four.{between}{marker}"
+
+
+def test_conversations_whose_answers_no_token_ends_are_counted(make_tokenizer):
+    for template, count in ((HEADINGS, 1), (GLM, 0), (CHATML, 0)):
+        notes = Counter()
+        encode(make_chat(make_tokenizer(template), "assistant"), [TWO_TURNS, talk("What?", "Four.")], notes)
+        assert notes[UNSTOPPED] == count

@@ -222,6 +222,31 @@ def test_a_later_row_without_the_keys_of_the_first_is_refused():
         convert(Row({"question": "q"}, "f", 9), "question_answer")
 
 
+def test_a_system_prompt_beside_a_system_message_is_taken_once_or_refused():
+    for key, rest in (("conversations", {}), ("chosen", {"rejected": "b"})):
+        format = "sharegpt" if key == "conversations" else "preference"
+        for given, own, taken in (("s", "s", "s"), ("s", " s\n", "s"), ("s", "", "s"), (" ", "s", "s")):
+            turns = [{"role": "system", "content": own}, USER, ASSISTANT]
+            found = convert(Row({"system": given, key: turns, **rest}, "f", 1), format)
+            assert found.messages == ({"role": "system", "content": taken}, USER, ASSISTANT)
+        row = Row({"system": "s", key: [{"role": "system", "content": "t"}, USER, ASSISTANT], **rest}, "f", 7)
+        with pytest.raises(
+            DataError, match=rf"^f:7: system is 's'; expected 't', which is {key}\[0\], or none"
+        ):
+            convert(row, format)
+
+
+def test_a_blank_turn_that_carries_no_loss_is_context():
+    for blank in ("", " \n"):
+        turn = {"role": "assistant", "content": blank}
+        found = converted({"messages": [USER, {**turn, "train": False}, USER, ASSISTANT]})
+        assert found.messages == (USER, turn, USER, ASSISTANT)
+        assert found.untrained == (1,)
+        assert (
+            converted({"messages": [USER, {**turn, "weight": 1}, USER, ASSISTANT]}) == "blank assistant turn"
+        )
+
+
 def test_an_unknown_format_lists_the_known_ones():
     with pytest.raises(DataError) as error:
         detect_format(Row({"foo": 1}, "f", 1))

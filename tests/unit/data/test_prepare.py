@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import random
 import signal
+from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -14,12 +16,12 @@ from sft_play.data import prepare as module
 from sft_play.data import store, workers
 from sft_play.data.chat import make_chat
 from sft_play.data.length import length_limit
-from sft_play.data.prepare import prepare
+from sft_play.data.prepare import first_day, prepare
 from sft_play.data.rows import Row
 from sft_play.data.spans import Pieces, pieces_of
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED
+from sft_play.data.tokens import IGNORED, prompt_ids
 from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
 from tests.conftest import SHARED
 
@@ -43,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 def run(write_rows, make_tokenizer):
     """`run(rows, max_seq_len=..., **data settings)` prepares rows with a fresh tokenizer."""
 
-    def run(train, max_seq_len="auto", seed=0, model_limit=None, tokenizer=None, **data):
+    def run(train, max_seq_len="auto", seed=0, model_limit=None, tokenizer=None, day=None, **data):
         config = RunConfig.model_validate(
             {
                 "model": {"name": "toy", "max_seq_len": max_seq_len},
@@ -51,7 +53,8 @@ def run(write_rows, make_tokenizer):
                 "train": {"seed": seed},
             }
         )
-        return prepare(config, tokenizer or make_tokenizer(), model_limit=model_limit, progress=False)
+        tokenizer = tokenizer or make_tokenizer()
+        return prepare(config, tokenizer, model_limit=model_limit, progress=False, day=day)
 
     return run
 
@@ -346,12 +349,86 @@ def test_odd_data_is_warned_of(run, write_rows):
     assert "only 30 training rows: the model will overfit" in warnings
     assert "20 of 20 val conversations are also in the training data" in warnings
     assert "10 of 30 training conversations are duplicates; set data.dedup=true to drop them" in warnings
-    (one,) = run(rows(1)).stats["warnings"]
+    (one,) = run(rows(1), val_fraction=0).stats["warnings"]
     assert one.startswith("only 1 training row:")
     assert run(rows(1)).val is None
     half = [*rows(40), *[{"question": "q", "answer": ""}] * 40]
     assert "40 of 80 rows of data.train_path were dropped" in run(half, val_fraction=0.0).stats["warnings"]
     assert run(rows(100)).stats["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "fractions", "held"),
+    [
+        (9, {"val_fraction": 0.2}, (7, 2, 0)),
+        (9, {"val_fraction": 0.5, "test_fraction": 0.4}, (1, 4, 4)),
+        (10, {"val_fraction": 0.01}, (9, 1, 0)),
+        (2, {"val_fraction": 0.4, "test_fraction": 0.4}, (1, 1, 0)),
+        (1, {"val_fraction": 0.9}, (1, 0, 0)),
+        (9, {"val_fraction": 0.05}, (9, 0, 0)),
+    ],
+)
+def test_a_share_of_few_rows_is_held_out_or_it_is_said_that_none_is(run, count, fractions, held):
+    data = run(rows(count), **fractions)
+    assert tuple(len(part) if part else 0 for part in (data.train, data.val, data.test)) == held
+    said = [text.partition(",")[0] for text in data.stats["warnings"] if "are held out" in text]
+    names = {"val_fraction": ("validation", held[1]), "test_fraction": ("test", held[2])}
+    empty = [names[name][0] for name in fractions if not names[name][1]]
+    assert said == [f"data.train_path: no {name} rows are held out" for name in empty]
+
+
+def test_documents_that_are_too_few_to_hold_one_out_are_told_the_share_that_does(run):
+    texts = [{"text": f"document {number}"} for number in range(6)]
+    (said,) = [text for text in run(texts, task="cpt").stats["warnings"] if "held out" in text]
+    assert "since 6 texts are too few for data.val_fraction=0.05; set data.val_fraction=0.17 for one" in said
+    assert run(texts, task="cpt", val_fraction=0.17).stats["val"]["conversations"] == 1
+
+
+def test_the_shares_of_sources_are_warned_of_one_by_one(run, write_rows):
+    few = str(write_rows(rows(3, seed=1), "few.jsonl"))
+    many = str(write_rows(rows(40), "many.jsonl"))
+    data = run([], train_path=None, sources=[{"path": few}, {"path": many}])
+    (said,) = [text for text in data.stats["warnings"] if "held out" in text]
+    assert said.startswith("data.sources[0]: no validation rows are held out") and len(data.val) == 2
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y %H:%M') }}"
+    "{% for m in messages %}{{ m.role + ' ' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def test_a_template_that_writes_the_date_writes_one_day_and_says_so(run, make_tokenizer):
+    tokenizer = make_tokenizer(DATED)
+    first, later = (run(rows(20), tokenizer=tokenizer, day=date(2026, 11, day)) for day in (28, 29))
+    assert first.cache_path != later.cache_path
+    assert all(text.startswith("28 Nov 2026 00:00") for text in texts(first.train, tokenizer))
+    assert all(text.startswith("29 Nov 2026 00:00") for text in texts(later.train, tokenizer))
+    assert first.stats["rendered_as_of"] == "2026-11-28"
+    assert any("rows are rendered as of 28 Nov 2026" in text for text in first.stats["warnings"])
+    again = run(rows(20), tokenizer=tokenizer, day=date(2026, 11, 28))
+    assert again.cache_path == first.cache_path
+    (asked, *_) = again.conversations("val")
+    prompt = prompt_ids(make_chat(tokenizer, "assistant"), replace(asked, messages=asked.messages[:1]))
+    assert tokenizer.decode(prompt).startswith("28 Nov 2026")
+
+
+def test_the_day_does_not_matter_to_templates_that_write_none(run):
+    first, later = (run(rows(20), day=date(2026, 11, day)) for day in (28, 29))
+    assert first.cache_path == later.cache_path
+    assert "rendered_as_of" not in first.stats
+    raw = [run([{"text": "one two"}] * 20, task="cpt", day=date(2026, 11, day)) for day in (28, 29)]
+    assert raw[0].cache_path == raw[1].cache_path
+
+
+def test_the_first_day_of_a_run_is_that_of_its_data(tmp_path):
+    assert first_day(None) is None and first_day(tmp_path) is None
+    (tmp_path / "data.json").write_text('{"rendered_as_of": "2026-11-28"}')
+    assert first_day(tmp_path) == date(2026, 11, 28)
+    for damaged in ('{"rendered_as_of": 5}', '{"rendered_as_of": "yesterday"}', "{"):
+        (tmp_path / "data.json").write_text(damaged)
+        assert first_day(tmp_path) is None
 
 
 def test_a_warning_about_rows_that_are_too_long_says_how_to_keep_them(run):

@@ -3,15 +3,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.schema import ModelConfig
+from sft_play.data.chat import make_chat
 from sft_play.data.formats import Conversation
-from sft_play.errors import DoesNotFitError
+from sft_play.data.tokens import prompt_ids
+from sft_play.errors import DataError, DoesNotFitError
 from sft_play.model.generation import (
     answer_batches,
     end_of_turn_id,
     generate,
     generate_answers,
     in_batches,
-    prompt_ids,
     stop_token_ids,
 )
 from sft_play.model.load import load_tokenizer
@@ -126,10 +127,10 @@ def test_a_space_at_the_end_of_the_prompt_is_left_to_the_answer_where_the_tokeni
     joining = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
     joining.chat_template = "{{ messages[0].content }}: "
     prompt = Conversation(({"role": "user", "content": "Q"},))
-    assert joining.convert_ids_to_tokens(prompt_ids(joining, prompt)) == ["Q", ":"]
+    assert joining.convert_ids_to_tokens(prompt_ids(make_chat(joining, "assistant"), prompt)) == ["Q", ":"]
     joining.chat_template = "{{ messages[0].content }}:"
-    assert joining.convert_ids_to_tokens(prompt_ids(joining, prompt)) == ["Q", ":"]
-    ids = prompt_ids(tokenizer, Conversation(({"role": "user", "content": "w1 w2"},)))
+    assert joining.convert_ids_to_tokens(prompt_ids(make_chat(joining, "assistant"), prompt)) == ["Q", ":"]
+    ids = prompt_ids(make_chat(tokenizer, "assistant"), Conversation(({"role": "user", "content": "w1 w2"},)))
     assert tokenizer.convert_ids_to_tokens(ids) == ["<unk>", "w1", "w2", "<unk>"]
 
 
@@ -160,3 +161,18 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
         list(in_batches([1], 1, work))
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
+    known = model.config.vocab_size
+    with pytest.raises(
+        DataError, match=f"token {known}, but the model has only the tokens 0 to {known - 1}; "
+    ):
+        generate(model, tokenizer, [[5], [6, known]], max_new_tokens=1)
+
+
+def test_where_nothing_ends_an_answer_the_marker_of_the_next_turn_does(tokenizer):
+    marking = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    marking.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    marking.chat_template = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} {% endfor %}"
+    assert end_of_turn_id(marking) == marking.convert_tokens_to_ids("<|user|>")
