@@ -214,7 +214,8 @@ def summarise(
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary: dict[str, Any] = {
-        "status": "interrupted" if stopped else "done",
+        "status": "interrupted" if stopped else "trained",  # what comes after it decides (commands/train.py)
+        "trained": not stopped,
         "error": None,  # of an earlier attempt
         "device": plan.device,
         "world_size": plan.world_size,

@@ -7,11 +7,13 @@ import torch
 from sft_play import cli
 from sft_play.commands import scaling
 from sft_play.commands.train import close, compare, opened_job
-from sft_play.config.load import ResolvedConfig
+from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.job import begin_run
 from sft_play.machine.gpus import detect
-from sft_play.runlog import update_summary
+from sft_play.model.weights import finished_weights
+from sft_play.runlog import RunDir, read_json, update_summary
+from tests.integration.cli import make_workspace
 from tests.unit.finished_run import make_config
 
 
@@ -49,6 +51,29 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
 
 
 @pytest.mark.thorough
+def test_a_command_whose_answers_fail_after_training_is_not_done(tiny_model, tmp_path, monkeypatch, capfd):
+    def changed(*_):
+        raise ConfigError("the base model has changed")
+
+    config = make_workspace(tmp_path / "work", tiny_model)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["train", "--config", str(config), "--processes", "1", "train.max_steps=2", "train.probe=false"]
+    with monkeypatch.context() as failing:
+        failing.setattr("sft_play.commands.evaluate.before_after", changed)
+        assert cli.main(words) == 2
+    run = RunDir(config.parent / "runs" / "one")
+    summary = read_json(run.summary)
+    assert [summary[name] for name in ("status", "trained")] == ["failed", True]
+    assert summary["error"] == "the base model has changed"
+    assert summary["error"] in capfd.readouterr().err
+    assert finished_weights(load_config(run.config).config, run) == run.adapter
+    assert cli.main([*words, "--resume"]) == 0
+    summary = read_json(run.summary)
+    assert [summary[name] for name in ("status", "trained", "error")] == ["done", True, None]
+    assert summary["samples"]
+
+
+@pytest.mark.thorough
 def test_a_run_of_several_processes_ends_without_plans_for_others_which_its_report_makes(
     resolved, monkeypatch, capfd
 ):
@@ -58,7 +83,8 @@ def test_a_run_of_several_processes_ends_without_plans_for_others_which_its_repo
         begin_run(job)
         job.run.adapter.mkdir()
         made.clear()
-        close(job, update_summary(job.run, status="done", world_size=2))
+        update_summary(job.run, status="trained", world_size=2)
+        close(job)
     said = capfd.readouterr().out
     assert not made and "other numbers" not in said and not job.run.scaling.exists()
     assert "plans the same run on other numbers of processes" in job.run.report.read_text()
