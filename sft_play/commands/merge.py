@@ -20,7 +20,7 @@ from sft_play.machine.host import own_ram_bytes
 from sft_play.model.adapters import load_adapter, require_fitting
 from sft_play.model.build import can_be_cast_later, load_base, load_for_inference
 from sft_play.model.files import stored_types
-from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
+from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import empty_base, load_data, load_model_config
 from sft_play.model.merged import merge_when_saved
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
@@ -154,7 +154,7 @@ def merge(
         console().print(f"  needs about {format_bytes(ram)} of RAM")
         require_space(output, size, "the merged model")
         tokenizer = load_chat_tokenizer(config)
-        model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
+        say_stops(model, tokenizer)
         info = {
             "base": config.model.name,
             "adapter": str(adapter),

@@ -162,6 +162,15 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def told_to_servers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where a server of an adapter must be told to stop, which no file that it reads says."""
+    tokens = summary.get("stop_tokens")
+    if not tokens:
+        return []
+    listed = " and ".join(f"{text} (token {token_id})" for text, token_id in tokens.items())
+    return [("to serve it", f"tell the server to stop at {listed}: the base does not; a merged model does")]
+
+
 def memory_facts(summary: Mapping[str, Any], *labels: str) -> list[tuple[str, str]]:
     """Peak, reserved bytes and bytes of the process, under these labels, and RAM, as far as known."""
     facts, origin = [], summary.get("predicted_memory_origin")
@@ -239,7 +248,7 @@ def closing_screen(
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
     after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [NamedValues(run_values(summary))]
+    blocks: list[RenderableType] = [NamedValues([*run_values(summary), *told_to_servers(summary)])]
     if before or after:
         name = "held-out rows"
         if "answered_rows" in after:

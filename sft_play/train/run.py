@@ -20,6 +20,7 @@ from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
 from sft_play.model.decomposition import save_trained
+from sft_play.model.generation import unknown_stops
 from sft_play.planning.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
@@ -188,6 +189,14 @@ def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     return found
 
 
+def stops_to_tell(session: Session) -> dict[str, int]:
+    """The `unknown_stops` of an adapter; a whole model says them."""
+    if session.job.config.tuning.mode == "full":
+        return {}
+    model: Any = session.trainer.accelerator.unwrap_model(session.trainer.model, keep_torch_compile=False)
+    return unknown_stops(model, session.job.tokenizer)
+
+
 def measured_ram(session: Session) -> int | None:
     """RAM of the processes of a machine in a run that offloads to it; all ranks must call it.
 
@@ -248,6 +257,7 @@ def summarise(
         "model_class": class_to_name(job.architecture),
         "versions": installed_versions(),
         "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
+        "stop_tokens": stops_to_tell(session),
         "best_checkpoint": state.best_model_checkpoint,
     }
     if job.ranks.is_main:

@@ -22,6 +22,7 @@ from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.compilation import compile_layers
 from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.generation import say_stops
 from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
@@ -75,6 +76,8 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     rows = ordered_rows(job)
     with spinner(LOADING):
         model = build_model(job.config, job.plan, job.ranks.local_rank)
+    if job.config.tuning.mode == "full":
+        say_stops(model, job.tokenizer)  # in its checkpoints too
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session

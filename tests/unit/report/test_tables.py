@@ -180,6 +180,13 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     assert "make merge" in lines
 
 
+def test_closing_screen_says_what_a_server_of_an_adapter_must_be_told():
+    summary = SUMMARY | {"stop_tokens": {"<|im_end|>": 7}}
+    text = " ".join(shown(closing_screen(summary, None, {}, [])).split())
+    assert "to serve it tell the server to stop at <|im_end|> (token 7): the base does not" in text
+    assert "to serve it" not in shown(closing_screen(SUMMARY | {"stop_tokens": {}}, None, {}, []))
+
+
 def test_closing_screen_without_generated_answers_still_shows_the_loss():
     text = shown(closing_screen(SUMMARY, None, {}, []))
     assert "perplexity" in text
