@@ -159,7 +159,19 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+        *saved_type(summary),
     ]
+
+
+def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """In which type the weights of a whole model were saved, and why."""
+    saved = summary.get("saved")
+    if not saved:
+        return []
+    asked = "the type of the base" if saved["of_base"] else "as output.dtype says"
+    if saved["dtype"] != saved["asked"]:
+        asked = f"since one overflows {saved['asked']}, {asked}"
+    return [("weights", f"saved in {saved['dtype']}, {asked}")]
 
 
 def told_to_servers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

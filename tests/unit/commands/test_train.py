@@ -7,13 +7,11 @@ import torch
 from sft_play import cli
 from sft_play.commands import scaling
 from sft_play.commands.train import close, compare, opened_job
-from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.job import begin_run
 from sft_play.machine.gpus import detect
-from sft_play.model.weights import finished_weights
-from sft_play.runlog import RunDir, read_json, update_summary
-from tests.integration.cli import make_workspace
+from sft_play.runlog import update_summary
 from tests.unit.finished_run import make_config
 
 
@@ -48,29 +46,6 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
         pass
     assert compare(job) is None
     assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_a_command_whose_answers_fail_after_training_is_not_done(tiny_model, tmp_path, monkeypatch, capfd):
-    def changed(*_):
-        raise ConfigError("the base model has changed")
-
-    config = make_workspace(tmp_path / "work", tiny_model)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = ["train", "--config", str(config), "--processes", "1", "train.max_steps=2", "train.probe=false"]
-    with monkeypatch.context() as failing:
-        failing.setattr("sft_play.commands.evaluate.before_after", changed)
-        assert cli.main(words) == 2
-    run = RunDir(config.parent / "runs" / "one")
-    summary = read_json(run.summary)
-    assert [summary[name] for name in ("status", "trained")] == ["failed", True]
-    assert summary["error"] == "the base model has changed"
-    assert summary["error"] in capfd.readouterr().err
-    assert finished_weights(load_config(run.config).config, run) == run.adapter
-    assert cli.main([*words, "--resume"]) == 0
-    summary = read_json(run.summary)
-    assert [summary[name] for name in ("status", "trained", "error")] == ["done", True, None]
-    assert summary["samples"]
 
 
 @pytest.mark.thorough
