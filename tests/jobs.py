@@ -47,6 +47,7 @@ def make_job(
     offload: str = "auto",
     nvme_path: str | None = None,
     evaluated: int | str = "auto",
+    output_dtype: str = "auto",
     defers_exchange: bool = False,
     reshard_after_forward: bool = True,
     prefetch_layers: int = 1,
@@ -79,7 +80,7 @@ def make_job(
                 "sequence_parallel_size": sequence_parallel_size,
             },
             "eval": {"batch_size": evaluated},
-            "output": {"name": name, "dir": str(output)},
+            "output": {"name": name, "dir": str(output), "dtype": output_dtype},
         }
     )
     data = PreparedData(

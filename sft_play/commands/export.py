@@ -7,12 +7,14 @@ from typing import Any
 
 from sft_play.commands.merge import MERGE_INFO, digest, merge
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
+from sft_play.config.data import DataConfig
+from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.export import ollama
 from sft_play.export.architecture import gguf_name
 from sft_play.export.gguf_file import TYPES, Source, file_bytes, write
-from sft_play.export.vocabulary import vocabulary
+from sft_play.export.vocabulary import beginning, vocabulary
 from sft_play.extras import install_command
 from sft_play.manifest import find_damage
 from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
@@ -53,10 +55,16 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
         merged = without_new_tokens(config.model).model_copy(update={"name": str(folder)})  # it has them
         merged_config = load_model_config(merged)
         wanted = dtype if dtype != "auto" else SHORT_NAMES[str(merged_config.dtype).removeprefix("torch.")]
-        source = Source(folder, merged_config, tokenizer, config.output.name)
+        adds_bos = beginning(tokenizer).added(only_text=_only_text(config.data))
+        source = Source(folder, merged_config, tokenizer, config.output.name, adds_bos)
         result = _write_folder(config, run, source, output, wanted)
     _report(config.output.name, output, result)
     return {"output": str(output), **result}
+
+
+def _only_text(data: DataConfig) -> bool:
+    """Whether a run has learned from plain texts alone, as far as its config says."""
+    return data.task == "cpt" or all(given.format == "text" for given in data_inputs(data))
 
 
 def _merged(config: RunConfig, run: RunDir) -> Path:
@@ -73,9 +81,11 @@ def _write_folder(
     require_space(output, file_bytes(source, wanted), "the GGUF file")
     name = f"{config.output.name}-{wanted.upper()}.gguf"
     tokenizer = source.tokenizer
-    turns, system = ollama.turns_of(tokenizer), config.data.system_prompt
+    turns, system = ollama.turns_of(tokenizer, adds_bos=source.adds_bos), config.data.system_prompt
     stops = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
     texts = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(stops)]
+    # what only texts begin with, which the file cannot say beside what chats begin with
+    bos = tokenizer.bos_token if beginning(tokenizer).of_text and not source.adds_bos else None
     writable = system if system and '"""' not in system else None
     with replacing_output(output) as folder:
         counts = write(folder / name, source, wanted)
@@ -88,6 +98,8 @@ def _write_folder(
             "source": str(source.folder),
             "template": turns is not None,
             "system_left_out": system != writable,
+            "adds_bos": source.adds_bos,
+            "bos_of_texts": bos,
         }
         run.write_json(folder / EXPORT_INFO, info)
     return {**info, "file": name, "bytes": (output / name).stat().st_size}
@@ -108,5 +120,12 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
         )
     if result["system_left_out"]:
         say(f'{modelfile} has no SYSTEM: data.system_prompt contains """', style="yellow")
+    if bos := result["bos_of_texts"]:
+        say(
+            f"the file adds no {bos}, which chats did not begin with in training: write it yourself at the "
+            "beginning of a prompt that is no chat",
+            style="yellow",
+            markup=False,
+        )
     command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"
     say(ending({"gguf": output / result["file"], "Modelfile": modelfile}, [command]))

@@ -22,7 +22,7 @@ from sft_play.extras import install_command
 from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
-from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
+from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
@@ -70,9 +70,9 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
         tokenizer = load_chat_tokenizer(config)
         with spinner(LOADING):
             model: Any = load_for_inference(config, weights)
-        model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
+        say_stops(model, tokenizer)
         began = time.perf_counter()
-        harness = _harness(config, run, model, tokenizer)
+        harness = _harness(config, run, model, tokenizer, chat=options.chat)
         with _explaining(options, run):
             found = _run(harness, tasks, config, options)
         seconds = time.perf_counter() - began
@@ -216,8 +216,11 @@ def batch_tokens(run: RunDir, fitting: int) -> int:
     return min(size if packed else size * length, fitting)
 
 
-def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any) -> Any:
-    """The model as lm-eval takes it, with batches of our size and a progress bar."""
+def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any, *, chat: bool) -> Any:
+    """The model as lm-eval takes it, with batches of our size and a progress bar.
+
+    In a `chat`, the template writes all special tokens, and the tokenizer adds none, as in training.
+    """
     from lm_eval.models.huggingface import HFLM
 
     fitting = fitting_tokens(model.get_output_embeddings().weight.shape[0])
@@ -257,5 +260,8 @@ def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any) -> Any:
             return work(requests, disable_tqdm=True)
 
     size = config.eval.batch_size
-    harness = Harness(pretrained=model, tokenizer=tokenizer, batch_size=size, max_length=longest)
+    added = False if chat else None  # None: as the tokenizer does
+    harness = Harness(
+        pretrained=model, tokenizer=tokenizer, batch_size=size, max_length=longest, add_bos_token=added
+    )
     return harness

@@ -20,8 +20,8 @@ from sft_play.machine.host import own_ram_bytes
 from sft_play.model.adapters import load_adapter, require_fitting
 from sft_play.model.build import can_be_cast_later, load_base, load_for_inference
 from sft_play.model.files import stored_types
-from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
-from sft_play.model.load import empty_base, load_data, load_model_config
+from sft_play.model.generation import load_chat_tokenizer, say_stops
+from sft_play.model.load import empty_base, load_data, published_dtype, saved_dtype
 from sft_play.model.merged import merge_when_saved
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.card import write_card
@@ -74,21 +74,15 @@ def digest(adapter: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _published_dtype(config: RunConfig) -> str:
-    """The dtype of the published base weights, e.g. "bfloat16"; float32 if its config has none."""
-    dtype = str(load_model_config(config.model).dtype or torch.float32).removeprefix("torch.")
-    return dtype if dtype in TOLERANCES else "bfloat16"
-
-
 def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTrainedModel", int]:
     """The unquantized base with the adapter on the CPU, as `merge_when_saved` gives it, with bytes.
 
     A base that was published in float32 is merged in float32 and rounded once afterwards.
     """
-    published = _published_dtype(config)
+    published = published_dtype(config.model)
     used = "float32" if published == "float32" else dtype
     # if not all weights have the type that config.json says, loading rounds to it
-    as_said = used != published and stored_types(config.model) == {SHORT_NAMES[published].upper()}
+    as_said = used != published and set(stored_types(config.model)) == {SHORT_NAMES[published].upper()}
     require_fitting(empty_base(config.model), adapter)
     base = load_base(
         config.model,
@@ -134,7 +128,7 @@ def merge(
     """Merges the adapter of a run into the unquantized base; saves a standalone model with its tokenizer.
 
     Even after QLoRA, the base is loaded in 16 bit and never in 4 bit. An earlier merge in `output` (default:
-    `<run>/merged`) is overwritten once the new one is complete. The dtype auto is that of the published base.
+    `<run>/merged`) is overwritten once the new one is complete. The dtype auto is output.dtype.
 
     Raises:
         ConfigError: there is nothing to merge, or `output` has other content.
@@ -145,7 +139,7 @@ def merge(
     adapter = _adapter_of(config, run)
     output = output or run.merged
     require_overwritable(output, MERGE_INFO, "merge")
-    dtype = _published_dtype(config) if dtype == "auto" else dtype
+    dtype = saved_dtype(config) if dtype == "auto" else dtype
     with quiet_libraries(run.log), spinner("loading, merging and saving"):
         model, copies = _merged_model(config, adapter, dtype)
         sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -154,7 +148,7 @@ def merge(
         console().print(f"  needs about {format_bytes(ram)} of RAM")
         require_space(output, size, "the merged model")
         tokenizer = load_chat_tokenizer(config)
-        model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
+        say_stops(model, tokenizer)
         info = {
             "base": config.model.name,
             "adapter": str(adapter),

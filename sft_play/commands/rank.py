@@ -38,6 +38,6 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
                 job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
                 job = with_known_exchange(job)
                 prompts = closing_prompts(job) if ranks.launched_by_us else []
-                summary = probe_here(job) if probe_only else train_here(job, prompts)
+                probe_here(job) if probe_only else train_here(job, prompts)
             if reports and not probe_only:
-                close(job, summary)
+                close(job)

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
@@ -62,7 +62,9 @@ def try_report(run: RunDir) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None]:
-    """Writes the report of a run that is interrupted or fails within it; the error then goes on as it is.
+    """Ends summary and report of a run that is interrupted or fails within it; the error then goes on.
+
+    Training may be over by then, and its weights saved: that is another thing than a command that is done.
 
     What fails before the run has begun changes nothing in its directory, which is still that of an earlier
     run. `here`: whether this process writes the run directory.
@@ -77,18 +79,28 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
         _report(run)  # it may be a while until the run goes on
         raise
     except KeyboardInterrupt as error:
-        said = _what_is_saved(run, begun=_version(run.plan) != plan)
+        trained = _is_trained(run, summary)
+        if trained:
+            _end(run, status="interrupted")
+        said = _what_is_saved(run, begun=_version(run.plan) != plan, trained=trained)
         raise KeyboardInterrupt(f"{error}{said}") from None
     except Exception as error:
         if _version(run.plan) != plan:
             shown = library_failure(error, config) or error
-            done = _version(run.summary) != summary and read_json(run.summary).get("status") == "done"
-            with contextlib.suppress(Exception):  # it may be the disk that failed
-                update_summary(
-                    run, status="done" if done else "failed", error=str(shown) or type(shown).__name__
-                )
-            _report(run)
+            reason = str(shown) or type(shown).__name__
+            _end(run, status="failed", error=reason, trained=_is_trained(run, summary))
         raise
+
+
+def _is_trained(run: RunDir, earlier: tuple[int, int] | None) -> bool:
+    """Whether this run has saved its weights; `earlier` is the version of the summary that it has found."""
+    return _version(run.summary) != earlier and bool(read_json(run.summary).get("trained"))
+
+
+def _end(run: RunDir, **values: Any) -> None:
+    with contextlib.suppress(Exception):  # it may be the disk that failed
+        update_summary(run, **values)
+    _report(run)
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -100,11 +112,13 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _what_is_saved(run: RunDir, *, begun: bool) -> str:
+def _what_is_saved(run: RunDir, *, begun: bool, trained: bool) -> str:
     from sft_play.train.checkpoints import by_step
 
     if not begun:
         return " before the first step, so there is nothing to save"
+    if trained:
+        return as_typed(" after training, whose weights are saved: `make eval` and `make infer` take them")
     saved = by_step(run)
     if not saved:
         return as_typed(" before the first checkpoint, so `make train` starts again")

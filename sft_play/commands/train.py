@@ -64,11 +64,11 @@ def train_command(
         opened_job(resolved, processes, nodes) as job,
         end_reported(job.run, job.config, here=not nodes.rank),
     ):
-        summary = train_job(job, link)
+        train_job(job, link)
         if nodes.rank:
             console().print("trained; the results are on machine 0")
         else:
-            close(job, summary, compare(job))
+            close(job, compare(job))
 
 
 def require_started(run: RunDir) -> None:
@@ -250,12 +250,13 @@ def compare(job: Job) -> dict[str, Any] | None:
     return comparison
 
 
-def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None = None) -> None:
-    """Ends a run that is done: model card, report, closing screen."""
+def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
+    """Ends a run that is done, and says so in its summary: model card, report, closing screen."""
     run, config = job.run, job.resolved.path
     whole = job.config.tuning.mode == "full"
     weights = run.model if whole else run.adapter
     write_card(job.config, run, weights)
+    summary = update_summary(run, status="done")
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
     if "override" in job.resolved.origins.values():
         config = run.config  # which has the overrides

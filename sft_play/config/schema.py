@@ -153,6 +153,10 @@ class OutputConfig(Section):
     """Name of the run; its directory is <dir>/<name>."""
     dir: PathText = "runs"
     """Parent folder of all runs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights of a whole model, after full fine-tuning or merging. auto: that of the base's
+    own files. After full fine-tuning, weights that overflow float16 are saved in float32. Adapters and
+    checkpoints keep the type that they are trained in."""
 
 
 class RunConfig(Section):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
 
+NOTHING_CAST: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Message:
     """A collective operation, `times` times per optimizer step."""
@@ -238,16 +241,19 @@ class Engine:
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Adds what each machine needs in a folder of its own, if machines share no disk."""
 
-    def full_weights(self, model: Any) -> dict[str, Any] | None:
+    def full_weights(self, model: Any, types: Mapping[str, Any] = NOTHING_CAST) -> dict[str, Any] | None:
         """The weights to save, gathered on the first process; all processes call it.
 
         Args:
             model: not wrapped.
+            types: name -> torch's type to save it in, where that is another one.
 
         Returns:
             None: they are the model's own.
         """
-        return None
+        from sft_play.engines.whole import as_it_is, whole_weights
+
+        return whole_weights(model, as_it_is, types) if types else None
 
     def classes_of_state(self) -> list[Any]:
         """Classes in the saved optimizer state, besides tensors and plain values."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sft_play.engines.base import Engine, Message
+from sft_play.engines.base import NOTHING_CAST, Engine, Message
 from sft_play.plan import Plan
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
@@ -58,26 +58,11 @@ class Sharded(Engine):
                 self.torch_half().set_weight(parameter, weight_of(name))
         return True
 
-    def full_weights(self, model: Any) -> dict[str, Any] | None:
-        """Gathered tensor by tensor, into the memory of the first process's machine; others get nothing.
+    def full_weights(self, model: Any, types: Mapping[str, Any] = NOTHING_CAST) -> dict[str, Any] | None:
+        """Gathered tensor by tensor (`engines.whole`)."""
+        from sft_play.engines.whole import whole_weights
 
-        Only what is trained, if there is an adapter around the model. Tied weights are one tensor, by which
-        transformers knows that it shall save them once.
-        """
-        from torch import distributed
-
-        is_first = distributed.get_rank() == 0
-        only_trained = hasattr(model, "get_base_model")
-        found: dict[str, Any] = {}
-        copies: dict[Any, Any] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if only_trained and not value.requires_grad:
-                continue
-            if value not in copies:
-                with self.torch_half().gathered(value) as whole:
-                    copies[value] = whole.to("cpu", copy=True) if is_first else None
-            found[name] = copies[value]
-        return found if is_first else {}
+        return whole_weights(model, self.torch_half().gathered, types)
 
     def update_share(self, world_size: int) -> float:
         """A process updates its part."""

@@ -26,9 +26,13 @@ def say_types(model: torch.nn.Module, dtype: torch.dtype, others: Mapping[str, t
         others: pattern of names -> type of those that have another one.
     """
     for name, parameter in model.named_parameters():
-        kept = (other for pattern, other in others.items() if re.search(pattern, name))
         if parameter.is_floating_point():
-            setattr(parameter, TYPE, next(kept, dtype))
+            setattr(parameter, TYPE, type_of(name, dtype, others))
+
+
+def type_of(name: str, dtype: torch.dtype, others: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The type of the weight of this name; arguments as in `say_types`."""
+    return next((other for pattern, other in others.items() if re.search(pattern, name)), dtype)
 
 
 def type_in_use(parameter: torch.Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ class Source:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     title: str
+    adds_bos: bool  # as `vocabulary.Beginning.added`
 
 
 def file_bytes(source: Source, wanted: str) -> int:
@@ -78,4 +79,4 @@ def _describe(writer: Any, source: Source, wanted: str) -> None:
     writer.add_file_type(LlamaFileType[TYPES[wanted]])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     architecture.describe(writer, text)
-    vocabulary.describe(writer, source.tokenizer, text.vocab_size)
+    vocabulary.describe(writer, source.tokenizer, text.vocab_size, adds_bos=source.adds_bos)

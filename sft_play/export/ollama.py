@@ -6,8 +6,9 @@ Go if it gives the same prompts for other conversations. Otherwise the Modelfile
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -75,27 +76,29 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns | None:
-    """What the chat template puts around texts, without the token that begins a text, which llama.cpp adds.
+def turns_of(tokenizer: PreTrainedTokenizerBase, *, adds_bos: bool) -> Turns | None:
+    """What the chat template puts around texts; None if it does more than that.
 
-    None if the template does more than that.
+    `adds_bos`: the GGUF file says that the token that begins a text is added, so it is left out here: Ollama
+    adds it to whatever the template has written.
     """
     if not isinstance(tokenizer.chat_template, str):
         return None
+    rendered = partial(_rendered, tokenizer, adds_bos)
     try:
-        opening, rest = _rendered(tokenizer, alternating(QUESTION, ANSWER, NEXT)).split(QUESTION)
+        opening, rest = rendered(alternating(QUESTION, ANSWER, NEXT)).split(QUESTION)
         answer, rest = rest.split(ANSWER)
         question, last = rest.split(NEXT)
-        turns = Turns(opening, answer, question, last, _system_marks(tokenizer))
-        agrees = all(turns.prompt(trial) == _rendered(tokenizer, trial) for trial in _trials(turns))
+        turns = Turns(opening, answer, question, last, _system_marks(rendered))
+        agrees = all(turns.prompt(trial) == rendered(trial) for trial in _trials(turns))
     except (DataError, ValueError):  # a text appears twice or not at all
         return None
     return turns if agrees else None
 
 
-def _system_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+def _system_marks(rendered: Callable[[Sequence[Message]], str]) -> tuple[str, str] | None:
     try:
-        text = _rendered(tokenizer, (_system(SYSTEM), *alternating(QUESTION)))
+        text = rendered((_system(SYSTEM), *alternating(QUESTION)))
         before, rest = text.split(SYSTEM)
         return before, rest.split(QUESTION)[0]
     except (DataError, ValueError):
@@ -112,9 +115,9 @@ def _system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, adds_bos: bool, messages: Sequence[Message]) -> str:
     text = render(tokenizer, Conversation(tuple(messages)), messages, prompt=True)
-    return text.removeprefix(str(tokenizer.bos_token)) if tokenizer.bos_token else text
+    return text.removeprefix(str(tokenizer.bos_token)) if adds_bos else text
 
 
 def modelfile(file_name: str, turns: Turns | None, stops: Sequence[str], system: str | None) -> str:

@@ -140,14 +140,39 @@ def _scores(merges: list[Any], tokens: tuple[str, ...], kinds: tuple[int, ...]) 
     return tuple(scores)
 
 
-def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template begins a conversation with the token for the beginning of a text."""
-    text = render_example(tokenizer, "question", prompt=True) or ""
-    return bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+@dataclass(frozen=True)
+class Beginning:
+    """Where the token for the beginning of a text came from in training."""
+
+    of_text: bool  # the tokenizer puts it before a plain text
+    of_chat: bool  # the chat template writes it
+
+    def added(self, *, only_text: bool) -> bool:
+        """Whether whoever runs the file is to put it before every prompt.
+
+        llama.cpp (common/chat.cpp, read 2026-11-28) first takes it off a chat prompt that begins with it;
+        Ollama takes nothing off. Where only plain texts begin with it, no answer is right for both: it is
+        right for chats, unless the model has learned from `only_text`.
+        """
+        return self.of_text and (self.of_chat or only_text)
 
 
-def describe(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+def beginning(tokenizer: PreTrainedTokenizerBase) -> Beginning:
+    """Where the token for the beginning of a text comes from, if there is one."""
+    bos = tokenizer.bos_token_id
+    of_text = bos is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [bos]
+    chat = render_example(tokenizer, "question", prompt=True) or ""
+    return Beginning(of_text, bos is not None and chat.startswith(str(tokenizer.bos_token)))
+
+
+def describe(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int, *, adds_bos: bool) -> None:
     """Writes the tokenizer into a GGUF writer, as the model was trained with it.
+
+    Args:
+        writer: of the file.
+        tokenizer: with the chat template of the run.
+        size: rows of the embedding.
+        adds_bos: as `Beginning.added`.
 
     Raises:
         ConfigError: llama.cpp has no such tokenizer.
@@ -173,7 +198,7 @@ def describe(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None
     for add, token_id in special.items():
         if token_id is not None:
             add(token_id)
-    writer.add_add_bos_token(begins_with_bos(tokenizer))
+    writer.add_add_bos_token(adds_bos)
     writer.add_add_eos_token(False)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)

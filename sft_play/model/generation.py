@@ -115,6 +115,25 @@ def _require_known(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequ
         )
 
 
+def say_stops(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes a model say what ends an answer: a base stops where a text ends, and not where a turn does.
+
+    Servers read it in generation_config.json, which is saved with the model.
+    """
+    model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
+
+
+def unknown_stops(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Text and id of the tokens that end an answer, and that nothing tells a server of an adapter.
+
+    It reads the generation config of the base, and the tokenizer.
+    """
+    configured = model.generation_config.eos_token_id
+    known = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    unknown = [token_id for token_id in stop_token_ids(model, tokenizer) if token_id not in known]
+    return {str(tokenizer.convert_ids_to_tokens(token_id)): token_id for token_id in unknown}
+
+
 def generate(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,

@@ -11,11 +11,19 @@ from sft_play.data.prepare import PreparedData, first_day, prepare
 from sft_play.errors import ConfigError, first_line
 from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
-from sft_play.model.files import FROM_EITHER, NEITHER, TOKENIZER_FILES, has_tokenizer, unpinned_code
+from sft_play.model.files import (
+    FROM_EITHER,
+    NEITHER,
+    TOKENIZER_FILES,
+    has_tokenizer,
+    stored_types,
+    unpinned_code,
+)
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
 from sft_play.model.rope import with_rope_scaling
 from sft_play.runlog import continued_run
+from sft_play.units import SHORT_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,6 +115,24 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     require_decoder(config)
     require_sound_sizes(config, model.name)
     return with_rows(with_rope_scaling(config, model), rows_for(new_tokens(model)))
+
+
+def published_dtype(model: ModelConfig) -> str:
+    """The type of a base, e.g. "bfloat16": that of most of its stored weights.
+
+    If they are not on this machine, or quantized, the type that its config says; bfloat16 if it is none in
+    which a model is saved.
+    """
+    stored, names = stored_types(model), {short.upper(): name for name, short in SHORT_NAMES.items()}
+    if stored and (name := names.get(max(stored, key=stored.__getitem__))):
+        return name
+    said = str(load_model_config(model).dtype or "float32").removeprefix("torch.")
+    return said if said in SHORT_NAMES else "bfloat16"
+
+
+def saved_dtype(config: RunConfig) -> str:
+    """The type in which a whole model is to be saved, merged or fully fine-tuned."""
+    return published_dtype(config.model) if config.output.dtype == "auto" else config.output.dtype
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

@@ -74,7 +74,7 @@ def model_card(
     measured = [("device", summary.get("device", MISSING)), ("training time", duration), *run_values(summary)]
     versions = summary.get("versions") or {}
     sections = {
-        "Use": _usage(config, is_adapter, summary.get("model_class")),
+        "Use": _usage(config, is_adapter, summary.get("model_class"), summary.get("stop_tokens") or {}),
         "Scores on held-out rows": _scores(summary, evaluations or {}),
         "Data": _data(summary.get("data") or {}),
         "Settings": _table(("setting", "value"), _settings(config)),
@@ -139,8 +139,12 @@ def _loading(config: RunConfig, is_adapter: bool, model_class: str | None) -> tu
     )
 
 
-def _usage(config: RunConfig, is_adapter: bool, model_class: str | None) -> str:
+def _usage(
+    config: RunConfig, is_adapter: bool, model_class: str | None, stop_tokens: Mapping[str, int]
+) -> str:
+    """How the weights are loaded; the base of an adapter does not know that `stop_tokens` end an answer."""
     imports, loading = _loading(config, is_adapter, model_class)
+    ends = [*stop_tokens.values()] if is_adapter else []
     scaled = config.model.rope_scaling if is_adapter else None
     first = ""
     if scaled:
@@ -153,6 +157,13 @@ def _usage(config: RunConfig, is_adapter: bool, model_class: str | None) -> str:
             f"It was trained with scaled positions ({settings}), which the config of the base has to say "
             "before it computes what was trained; a merged model says so.\n\n"
         )
+    if ends:
+        listed = " and ".join(f"`{text}` (token {token_id})" for text, token_id in stop_tokens.items())
+        first += (
+            f"Its answers end with {listed}, where the base does not stop. Tell a server of this adapter, as "
+            f'vLLM with `"stop_token_ids": {ends}` in each request; a merged model says so.\n\n'
+        )
+    stop = f", eos_token_id=[tokenizer.eos_token_id, {', '.join(map(str, ends))}]" if ends else ""
     return (
         f"{first}```python\n{imports}\n\n"
         'folder = "."  # this folder, or its name on the hub\n'
@@ -161,7 +172,7 @@ def _usage(config: RunConfig, is_adapter: bool, model_class: str | None) -> str:
         'messages = [{"role": "user", "content": "..."}]\n'
         'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
         "return_dict=True)\n"
-        f"answer = model.generate(**inputs, max_new_tokens={config.eval.max_new_tokens})\n"
+        f"answer = model.generate(**inputs, max_new_tokens={config.eval.max_new_tokens}{stop})\n"
         'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'
         "```"
     )

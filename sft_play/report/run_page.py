@@ -64,8 +64,8 @@ def run_heading(run: RunRecord) -> Page:
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """When, where and with what the run was started, and what to type next; without what is not known."""
     name = shlex.quote(run.name)
-    next_target = {"done": "infer", "interrupted": "resume"}
-    following = {status: as_typed(f"make {target} RUN={name}") for status, target in next_target.items()}
+    ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
+    target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
     machine = MISSING
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
@@ -74,7 +74,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", machine),
         ("commit", run.environment.get("commit")),
         ("command", run.environment.get("command")),
-        ("next", following.get(status_word(run))),
+        ("next", as_typed(f"make {target} RUN={name}") if target else None),
     ]
     return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]
 
@@ -102,8 +102,10 @@ def status_line(run: RunRecord) -> str:
         return f"Running: {progress_line(run)}.{damaged}"
     if run.activity == "ending":
         return f"Ending: the steps are done, and what comes after them is not.{damaged}"
-    if status == "done" and run.summary.get("error"):
+    if status == "failed" and run.summary.get("trained"):
         return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"
+    if status == "interrupted" and run.summary.get("trained"):
+        return f"Trained, but interrupted before its command was done.{damaged}"
     if status == "done":
         return f"Done.{damaged}"
     if status == "failed":

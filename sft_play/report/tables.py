@@ -163,7 +163,28 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+        *saved_type(summary),
     ]
+
+
+def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """In which type the weights of a whole model were saved, and why."""
+    saved = summary.get("saved")
+    if not saved:
+        return []
+    asked = "the type of the base" if saved["of_base"] else "as output.dtype says"
+    if saved["dtype"] != saved["asked"]:
+        asked = f"since one overflows {saved['asked']}, {asked}"
+    return [("weights", f"saved in {saved['dtype']}, {asked}")]
+
+
+def told_to_servers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where a server of an adapter must be told to stop, which no file that it reads says."""
+    tokens = summary.get("stop_tokens")
+    if not tokens:
+        return []
+    listed = " and ".join(f"{text} (token {token_id})" for text, token_id in tokens.items())
+    return [("to serve it", f"tell the server to stop at {listed}: the base does not; a merged model does")]
 
 
 def memory_facts(summary: Mapping[str, Any], *labels: str) -> list[tuple[str, str]]:
@@ -245,7 +266,7 @@ def closing_screen(
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
     after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [NamedValues(run_values(summary))]
+    blocks: list[RenderableType] = [NamedValues([*run_values(summary), *told_to_servers(summary)])]
     if before or after:
         name = "held-out rows"
         if "answered_rows" in after:

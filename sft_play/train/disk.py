@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.engines.registry import engine_of
+from sft_play.engines.stored import whole_elements
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
 from sft_play.runlog import RunDir, warn
@@ -74,10 +75,23 @@ def size_of(folder: Path) -> int:
 
 
 def weights_bytes(session: Session) -> int:
-    """Size of the weights that the run saves."""
+    """Size of the weights in a checkpoint."""
+    return sum(whole_elements(weight) * weight.element_size() for weight in _kept(session))
+
+
+def result_bytes(session: Session) -> int:
+    """Size of the weights that the run leaves, which a whole model has in another type."""
+    if session.saved_dtype is None:
+        return weights_bytes(session)
+    element = getattr(torch, session.saved_dtype).itemsize
+    return sum(whole_elements(weight) for weight in _kept(session)) * element
+
+
+def _kept(session: Session) -> list[torch.Tensor]:
+    """The weights that are saved."""
     everything = session.job.config.tuning.mode == "full"
     model: Any = session.trainer.model
-    return sum(weight.nbytes for weight in model.parameters() if everything or weight.requires_grad)
+    return [weight for weight in model.parameters() if everything or weight.requires_grad]
 
 
 def checkpoint_bytes(session: Session) -> int:
@@ -85,7 +99,7 @@ def checkpoint_bytes(session: Session) -> int:
     job, model = session.job, session.trainer.model
     spec, engine = StepSpec.of(job.config, job.plan), engine_of(job.plan.engine)
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
-    elements = sum(weight.numel() for weight in trained)
+    elements = sum(whole_elements(weight) for weight in trained)
     of_each = (_state_bytes_of(weight, spec) for weight in trained)
     kept = state_bytes(spec, elements) if engine.shards_state else sum(of_each)  # sharded: of one fp32 vector
     return weights_bytes(session) + engine.state_on_disk(elements, kept)
@@ -100,7 +114,7 @@ def _state_bytes_of(weight: torch.Tensor, spec: StepSpec) -> int:
 def require_space(session: Session) -> None:
     """Raises a StorageError before the first step if a checkpoint and the result do not fit on the disk."""
     job = session.job
-    needed = int((checkpoint_bytes(session) + weights_bytes(session)) * MARGIN)
+    needed = int((checkpoint_bytes(session) + result_bytes(session)) * MARGIN)
     free = free_bytes(job.run.path)
     if not all_agree(free >= needed or not job.keeps_files):
         raise StorageError(

@@ -17,9 +17,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
-from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
-from sft_play.model.decomposition import save_trained
 from sft_play.planning.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
@@ -29,12 +27,12 @@ from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
 from sft_play.train.memory_meter import measured_memory, of_run, predicted_memory
 from sft_play.train.metered_steps import MeteredSteps, highest_step
-from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
 from sft_play.train.ranks import from_all
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.train.resume import checkpoint_to_resume, clear_way
+from sft_play.train.saving import Saved, facts_of_weights, save
 from sft_play.train.session import Session, prepare_session
 from sft_play.train.settle import keep_times, settle_plan
 
@@ -67,12 +65,11 @@ def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         with remembered(session):
             stopped, metered = run_steps(session, checkpoint)
         remember_speed(session)
-        if not stopped:  # else it has its checkpoint instead
-            save(session)
+        saved = None if stopped else save(session)  # it has its checkpoint instead
         after = answers_of(session, prompts, "after") if before and not stopped else None
     if job.ranks.is_main:
         hand_over(job.run, before, after)
-    return summarise(session, probed, metered, stopped)
+    return summarise(session, probed, metered, saved)
 
 
 def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
@@ -137,32 +134,6 @@ def remember_memory(session: Session, run: ProbeResult) -> None:
         write_run_memory(correction_path(job, job.plan), job.plan, run)
 
 
-def save(session: Session) -> None:
-    """Writes the trained weights and the tokenizer on the main rank.
-
-    Raises:
-        NonFiniteError: a trained weight is NaN or infinite.
-    """
-    trainer, job = session.trainer, session.job
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
-    check_weights(model)
-    weights = engine_of(job.plan.engine).full_weights(model)  # all ranks take part
-    if not trainer.accelerator.is_main_process:
-        return
-    facts = {
-        "step": trainer.state.global_step,
-        "versions": installed_versions(),
-        "new_tokens": list(job.config.model.new_tokens),
-        "rope_scaling": job.config.model.model_dump()["rope_scaling"],
-    }
-    target = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
-    with replacing(target, facts) as folder:
-        save_trained(model, folder, weights)
-        job.tokenizer.save_pretrained(str(folder))
-        (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
-
-
 def data_counts(data: PreparedData) -> dict[str, Any]:
     """Counts of each split, and the fingerprint of the tokenized rows."""
     counts: dict[str, Any] = {"fingerprint": data.fingerprint}
@@ -188,6 +159,13 @@ def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     return found
 
 
+def before_and_after(run: RunDir, state: TrainerState, saved: Saved | None) -> dict[str, Any]:
+    """The scores of the validation rows, the later ones of the weights that were saved; None if unknown."""
+    found = evaluations_by_step(run)  # also those from before an interruption
+    scores = saved.scores if saved else None
+    return {"before": found.get(0), "after": scores or found.get(best_step(state))}
+
+
 def measured_ram(session: Session) -> int | None:
     """RAM of the processes of a machine in a run that offloads to it; all ranks must call it.
 
@@ -199,22 +177,21 @@ def measured_ram(session: Session) -> int | None:
 
 
 def summarise(
-    session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, stopped: bool
+    session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, saved: Saved | None
 ) -> dict[str, Any]:
-    """Writes summary.json on the main rank.
+    """Writes summary.json on the main rank; nothing is saved if a signal stopped the run.
 
     Raises:
         Interrupted: after writing, when a signal stopped the run.
     """
     job, rows, reporter, device = session.job, session.rows, session.reporter, session.trainer.args.device
-    plan, state = job.plan, session.trainer.state
+    plan, state, stopped = job.plan, session.trainer.state, saved is None
     of_whole = of_run(reporter.meter, device, metered)
     if not stopped:
         remember_memory(session, of_whole)
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary: dict[str, Any] = {
-        "status": "interrupted" if stopped else "done",
+        "status": "interrupted" if stopped else "trained",  # what comes after it decides (commands/train.py)
         "error": None,  # of an earlier attempt
         "device": plan.device,
         "world_size": plan.world_size,
@@ -246,7 +223,8 @@ def summarise(
         "data": data_counts(job.data),
         "model_class": class_to_name(job.architecture),
         "versions": installed_versions(),
-        "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
+        "eval": before_and_after(job.run, state, saved),
+        **facts_of_weights(session, saved),
         "best_checkpoint": state.best_model_checkpoint,
     }
     if job.ranks.is_main:

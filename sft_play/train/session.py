@@ -22,6 +22,8 @@ from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.compilation import compile_layers
 from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.generation import say_stops
+from sft_play.model.load import saved_dtype
 from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
@@ -50,6 +52,7 @@ class Session:
     rows: TrainingRows
     reporter: Reporter
     trainer: PlannedTrainer
+    saved_dtype: str | None  # of a whole model's weights; known before the run, which may outlive the base
 
 
 def ordered_rows(job: Job) -> TrainingRows:
@@ -75,6 +78,8 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     rows = ordered_rows(job)
     with spinner(LOADING):
         model = build_model(job.config, job.plan, job.ranks.local_rank)
+    if job.config.tuning.mode == "full":
+        say_stops(model, job.tokenizer)  # in its checkpoints too
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session
@@ -89,7 +94,8 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
     if job.config.train.compile:
         compile_layers(model)
     reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
-    return Session(job, rows, reporter, _make_trainer(job, model, rows, reporter))
+    dtype = saved_dtype(job.config) if job.config.tuning.mode == "full" else None
+    return Session(job, rows, reporter, _make_trainer(job, model, rows, reporter), dtype)
 
 
 def flops_share(job: Job) -> float | None:

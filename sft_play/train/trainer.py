@@ -237,12 +237,24 @@ class PlannedTrainer(SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and token accuracy over the supervised tokens of all ranks.
+        """Logs loss and token accuracy of the validation rows, and returns them."""
+        self.begin_phase("evaluation")
+        with averaged(self.optimizer):
+            total = self.score(eval_dataset)
+        metrics = {
+            f"{metric_key_prefix}_loss": total.loss,
+            f"{metric_key_prefix}_token_accuracy": total.accuracy,
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def score(self, eval_dataset: Any = None) -> TokenScore:
+        """Loss and token accuracy over the supervised tokens of all ranks, with the weights as they are.
 
         The library averages the means of batches, so its loss depends on the batch size and on how rows are
         dealt to processes.
         """
-        self.begin_phase("evaluation")
         self.data_collator = self._eval_collator
         loader = self.get_eval_dataloader(eval_dataset)
         self.data_collator = self._train_collator
@@ -251,19 +263,12 @@ class PlannedTrainer(SFTTrainer):
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
         # the loader draws a number, which would change later dropout
-        with torch.random.fork_rng(devices=[]), averaged(self.optimizer):
+        with torch.random.fork_rng(devices=[]):
             for batch in loader:
                 with self.compute_loss_context_manager():
                     sums += score_batch(model, self._prepare_inputs(batch))
         model.train(was_training)
-        total = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
-        metrics = {
-            f"{metric_key_prefix}_loss": total.loss,
-            f"{metric_key_prefix}_token_accuracy": total.accuracy,
-        }
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
 
     def _get_output_dir(self, trial: Any) -> str:
         """The staging folder, for the library; our own code knows where checkpoints are published."""

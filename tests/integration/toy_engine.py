@@ -31,7 +31,7 @@ class Toy(Engine):
     def transform(self, step: Step, division: Division) -> Step:
         return step.with_buffers(Buffer("engine", BUFFER, "load", None))
 
-    def full_weights(self, model: Any) -> dict[str, Any]:
+    def full_weights(self, model: Any, types: Any = None) -> dict[str, Any]:
         """The mean over all processes, which waits for those that do not take part."""
         from torch import distributed
 

@@ -30,7 +30,7 @@ FLOORS = [
     ["launch"],
     ["studio"],
     ["engines.stored"],
-    ["engines.shards", "engines.state", "engines.on_disk", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.models", "builtin.world"],
+    ["engines.shards", "engines.state", "engines.on_disk", "engines.whole", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.models", "builtin.world"],
     ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],

@@ -78,6 +78,21 @@ def test_full_fine_tuning_is_exported_without_a_merge(tmp_path):
     assert not (run.path / "merged").exists()
 
 
+@pytest.mark.parametrize(("task", "added"), [("sft", False), ("cpt", True)])
+def test_what_only_texts_begin_with_is_added_if_only_texts_were_trained(tmp_path, capsys, task, added):
+    base = folders.make_folder("gemma2", tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = folders.GEMMA.replace("{{ bos_token }}", "")
+    tokenizer.save_pretrained(base)
+    config = config_of(base, tmp_path, "full", task=task)
+    run = RunDir(tmp_path / "runs" / "order")
+    shutil.copytree(base, run.model)
+    result = export(config, run)
+    assert (result["adds_bos"], result["bos_of_texts"]) == (added, None if added else "<bos>")
+    said = "the file adds no <bos>" in " ".join(capsys.readouterr().out.split())
+    assert said is not added
+
+
 def unmerged(run) -> bool:
     return not (run.path / "merged").exists() and not (run.path / "gguf").exists()
 

@@ -5,7 +5,7 @@ import pytest
 from sft_play.commands.report import end_reported
 from sft_play.errors import Interrupted, StorageError
 from sft_play.report import html
-from sft_play.runlog import RunDir, read_json
+from sft_play.runlog import RunDir, read_json, update_summary
 from tests.unit.report.written_run import begin, finish, finished, make_settings, no_plots, train  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -19,10 +19,16 @@ def end(run: RunDir, error: Exception, work=lambda run: None, *, here: bool = Tr
     assert raised.value is error
 
 
+def trained(run: RunDir) -> None:
+    """What is there when the weights are saved and the answers are not."""
+    finish(train(begin(run.path)))
+    update_summary(run, status="trained", trained=True)
+
+
 def test_a_run_that_fails_half_way_says_so_in_its_summary_and_report(tmp_path):
     run = RunDir(tmp_path / "one")
     end(run, StorageError("the disk is full"), lambda run: train(begin(run.path), steps=7))
-    assert read_json(run.summary) == {"status": "failed", "error": "the disk is full"}
+    assert read_json(run.summary) == {"status": "failed", "error": "the disk is full", "trained": False}
     assert "Failed: the disk is full. 7 of 20 steps recorded" in run.report.read_text()
 
 
@@ -40,11 +46,29 @@ def test_a_resumed_run_that_fails_is_not_done_any_more(tmp_path):
     assert (summary["status"], summary["error"]) == ("failed", "ValueError")
 
 
-def test_a_run_that_fails_after_training_stays_done(tmp_path):
+def test_a_command_that_fails_after_training_is_not_done_but_its_run_is_trained(tmp_path):
     run = RunDir(tmp_path / "one")
-    end(run, ValueError("no answers"), lambda run: finish(train(begin(run.path))))
-    assert read_json(run.summary)["status"] == "done"
-    assert "Trained, but what comes after training failed: no answers." in run.report.read_text()
+    end(run, ValueError("no answers"), trained)
+    summary = read_json(run.summary)
+    assert (summary["status"], summary["error"], summary["trained"]) == ("failed", "no answers", True)
+    page = run.report.read_text()
+    assert "Trained, but what comes after training failed: no answers." in page and "make infer" in page
+
+
+def test_ctrl_c_after_training_leaves_a_trained_run_that_is_not_done(tmp_path):
+    run = RunDir(tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt, match="stopped after training, whose weights are saved"):
+        with end_reported(run, make_settings("one"), here=True):
+            trained(run)
+            raise KeyboardInterrupt("stopped")
+    assert read_json(run.summary)["status"] == "interrupted" and "make resume" not in run.report.read_text()
+
+
+def test_an_earlier_run_that_was_trained_does_not_make_this_one_so(tmp_path):
+    run = RunDir(tmp_path / "one")
+    trained(run)
+    end(run, ValueError("no memory"), lambda run: run.write_json(run.plan, read_json(run.plan)))
+    assert read_json(run.summary)["trained"] is False and "Failed: no memory." in run.report.read_text()
 
 
 def test_an_interrupted_run_has_a_report_and_keeps_its_summary(tmp_path):

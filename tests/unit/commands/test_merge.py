@@ -122,6 +122,8 @@ def test_the_test_without_a_merged_model_names_the_command(finished):
 def test_an_earlier_merge_is_replaced_and_a_foreign_folder_is_not(finished, tmp_path):
     merge(finished.config, finished.run, dtype="float16")
     assert merge(finished.config, finished.run)["dtype"] == "float32"
+    wanted = finished.config.output.model_copy(update={"dtype": "bfloat16"})
+    assert merge(finished.config.model_copy(update={"output": wanted}), finished.run)["dtype"] == "bfloat16"
     assert sorted(path.name for path in finished.run.path.iterdir()) == ["adapter", "log.txt", "merged"]
     foreign = tmp_path / "foreign"
     foreign.mkdir()

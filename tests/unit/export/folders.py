@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -76,7 +76,10 @@ def _regex(pattern: str) -> Any:
 
 
 def piece_tokenizer() -> PreTrainedTokenizerFast:
-    """BPE of characters with bytes for the rest, as SentencePiece makes it, with Gemma's template."""
+    """BPE of characters with bytes for the rest, as SentencePiece makes it, with Gemma's template.
+
+    As Gemma's, it begins a plain text with <bos>.
+    """
     special = ["<pad>", "<bos>", "<eos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -89,6 +92,10 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
         ascii_texts,
         trainers.BpeTrainer(vocab_size=370, special_tokens=[*special, *bytes_], show_progress=False),
     )
+    begin = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", special.index("<bos>"))]
+    )
+    raw.post_processor = begin
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_without_added_bytes(raw, bytes_), pad_token="<pad>", bos_token="<bos>",
         eos_token="<eos>", unk_token="<unk>", additional_special_tokens=special[4:], chat_template=GEMMA,

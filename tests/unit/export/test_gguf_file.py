@@ -41,7 +41,7 @@ def made(tmp_path_factory):
             folders.make_folder(name, folder)
         if (name, wanted) not in found:
             source = Source(
-                folder, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), name
+                folder, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), name, False
             )
             path = root / f"{name}-{wanted}.gguf"
             found[name, wanted] = (source, path, write(path, source, wanted))
@@ -173,7 +173,6 @@ def test_the_tokenizer_is_that_of_the_folder(made, name, model, split):
     else:
         assert len(found["tokenizer.ggml.merges"]) > 50
     assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
-    assert found["tokenizer.ggml.add_bos_token"] is (name == "gemma2")  # as its chat template begins
     assert found["tokenizer.chat_template"] == tokenizer.chat_template
 
 
@@ -200,7 +199,7 @@ def test_rows_that_a_block_does_not_divide_are_kept_in_float16(tmp_path):
     sizes = {**folders.SIZES, "hidden_size": 48}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     tokenizer = folders.byte_tokenizer()
-    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), tokenizer, "odd")
+    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), tokenizer, "odd", False)
     counts = write(tmp_path / "odd.gguf", source, "q8_0")
     assert counts["F16"] > 0 and counts["Q8_0"] == 2  # down_proj has rows of 96
 
@@ -214,7 +213,7 @@ def test_of_a_multimodal_model_the_text_part_is_exported(tmp_path):
     text = folders.CONFIGS["gemma3"]()
     config = Gemma3Config(text_config=text.to_dict(), vision_config=sizes, mm_tokens_per_image=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), folders.piece_tokenizer(), "both")
+    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), folders.piece_tokenizer(), "both", True)
     write(tmp_path / "text.gguf", source, "f32")
     weights, found = load_file(tmp_path / "model.safetensors"), tensors(tmp_path / "text.gguf")
     prefix = "language_model."
@@ -229,7 +228,7 @@ def test_a_weight_beyond_float16_is_named(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 1e6
     model.save_pretrained(tmp_path)
-    source = Source(tmp_path, model.config, AutoTokenizer.from_pretrained(tmp_path), "large")
+    source = Source(tmp_path, model.config, AutoTokenizer.from_pretrained(tmp_path), "large", False)
     with pytest.raises(
         NonFiniteError, match=r"layers\.1\.mlp\.up_proj\.weight overflows float16; use DTYPE=bf16"
     ):

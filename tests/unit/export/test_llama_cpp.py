@@ -16,7 +16,7 @@ from tests.unit.export import folders
 pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
 llama_cpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp (pip install xllamacpp)")
 from sft_play.export.gguf_file import Source, write  # noqa: E402
-from sft_play.export.vocabulary import SPLITS  # noqa: E402
+from sft_play.export.vocabulary import SPLITS, beginning  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,9 @@ class Server:
 def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
     folder = folders.make_folder(name, tmp_path / name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    write(tmp_path / "m.gguf", Source(folder, AutoConfig.from_pretrained(folder), tokenizer, name), "f32")
+    adds_bos = beginning(tokenizer).added(only_text=False)
+    source = Source(folder, AutoConfig.from_pretrained(folder), tokenizer, name, adds_bos)
+    write(tmp_path / "m.gguf", source, "f32")
     server = Server(tmp_path / "m.gguf")
     for text in TEXTS:
         found = server.post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]
@@ -88,7 +90,7 @@ def test_llama_cpp_splits_text_by_the_same_rules(tmp_path):
     folder = folders.make_folder("qwen2", tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
     for name, tokenizer in splitting_tokenizers().items():
-        write(tmp_path / f"{name}.gguf", Source(folder, config, tokenizer, name), "q8_0")
+        write(tmp_path / f"{name}.gguf", Source(folder, config, tokenizer, name, False), "q8_0")
         server = Server(tmp_path / f"{name}.gguf")
         for text in [*TEXTS, "12 3456789 I'LL SAY iPhoneXS /path\r\n\r\n  x"]:
             found = server.post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]

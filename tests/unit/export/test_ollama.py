@@ -95,7 +95,7 @@ def in_go(template: str, messages: list[dict]) -> str:
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_template_in_go_gives_the_same_prompts(tokenizer, name):
     tokenizer.chat_template = KNOWN[name]
-    turns = turns_of(tokenizer)
+    turns = turns_of(tokenizer, adds_bos=True)
     assert (turns.system is None) == (name in WITHOUT_SYSTEM)
     for messages in conversations(turns.system is not None):
         wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -122,7 +122,7 @@ def test_go_itself_prints_them(tokenizer, tmp_path):
     cases, wanted = [], []
     for template in KNOWN.values():
         tokenizer.chat_template = template
-        turns = turns_of(tokenizer)
+        turns = turns_of(tokenizer, adds_bos=True)
         for messages in conversations(turns.system is not None):
             system = messages[0]["content"] if messages[0]["role"] == "system" else ""
             cases.append({"Template": turns.in_go(), "System": system, "Messages": messages})
@@ -153,14 +153,16 @@ def test_go_itself_prints_them(tokenizer, tmp_path):
 )
 def test_a_template_that_does_more_is_not_invented(tokenizer, template):
     tokenizer.chat_template = template
-    assert turns_of(tokenizer) is None
+    assert turns_of(tokenizer, adds_bos=True) is None
     text = modelfile("m.gguf", None, ["<end_of_turn>"], None)
     assert "TEMPLATE " not in text.replace("add a TEMPLATE.", "") and "does more than can be written" in text
 
 
 def test_the_modelfile_names_file_stop_tokens_and_system_prompt(tokenizer):
     tokenizer.chat_template = folders.CHATML
-    text = modelfile("m-F16.gguf", turns_of(tokenizer), ["<|im_end|>", "</s>"], "Be brief.\nBe kind.")
+    text = modelfile(
+        "m-F16.gguf", turns_of(tokenizer, adds_bos=True), ["<|im_end|>", "</s>"], "Be brief.\nBe kind."
+    )
     assert text.splitlines()[1] == "FROM ./m-F16.gguf"
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\n' in text
     assert text.endswith('SYSTEM """Be brief.\nBe kind."""\n')

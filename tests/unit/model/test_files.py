@@ -24,6 +24,7 @@ from sft_play.model.files import (
     stored_types,
     weight_files,
 )
+from sft_play.model.load import published_dtype
 
 COMMIT = "c" * 40
 
@@ -89,14 +90,16 @@ def test_a_commit_in_the_cache_of_the_hub_has_a_key_of_its_own(tiny_model, tmp_p
 
 def test_the_types_of_weights_are_read_from_their_files(folder):
     model, file = ModelConfig(name=str(folder)), folder / "model.safetensors"
-    assert stored_types(model) == {"F32"}
+    [(dtype, elements)] = stored_types(model).items()
+    assert dtype == "F32" and published_dtype(model) == "float32"
     weights = load_file(file)
-    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.bfloat16)
+    head = weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.bfloat16)
     save_file(weights, file)
-    assert stored_types(model) == {"BF16", "F32"}
+    assert stored_types(model) == {"BF16": head.numel(), "F32": elements - head.numel()}
+    assert published_dtype(model) == ("bfloat16" if 2 * head.numel() > elements else "float32")
     file.write_bytes(file.read_bytes()[:-1])
-    assert stored_types(model) == set()
-    assert stored_types(ModelConfig(name="nobody/none")) == set()
+    assert stored_types(model) == stored_types(ModelConfig(name="nobody/none")) == {}
+    assert published_dtype(model) == "float32"  # as config.json says
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere", "a/b/c", "https://hub/a/b"])

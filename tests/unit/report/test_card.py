@@ -143,3 +143,13 @@ def test_an_adapter_with_scaled_positions_says_so_and_a_merged_model_need_not():
     run = run.model_copy(update={"model": run.model.model_copy(update={"rope_scaling": scaled})})
     assert "trained with scaled positions (rope_type: yarn, factor: 4)" in model_card(run, {})
     assert "scaled positions" not in model_card(run, {}, merged=True) + model_card(config(), {})
+
+
+def test_the_card_of_an_adapter_says_where_a_server_must_stop():
+    summary = SUMMARY | {"stop_tokens": {"<|im_end|>": 151645}}
+    card = model_card(config(), summary)
+    assert "end with `<|im_end|>` (token 151645), where the base does not stop" in card
+    assert '`"stop_token_ids": [151645]`' in card
+    assert "max_new_tokens=256, eos_token_id=[tokenizer.eos_token_id, 151645])" in card
+    for other in (model_card(config(), summary, merged=True), model_card(config(), SUMMARY)):
+        assert "151645" not in other and "max_new_tokens=256)" in other

@@ -181,6 +181,31 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     assert "make merge" in lines
 
 
+@pytest.mark.parametrize(
+    ("saved", "line"),
+    [
+        (("bfloat16", "bfloat16", True), "weights saved in bfloat16, the type of the base"),
+        (("float32", "float32", False), "weights saved in float32, as output.dtype says"),
+        (
+            ("float32", "float16", True),
+            "weights saved in float32, since one overflows float16, the type of the base",
+        ),
+    ],
+)
+def test_closing_screen_says_in_which_type_a_whole_model_was_saved(saved, line):
+    summary = SUMMARY | {"saved": dict(zip(("dtype", "asked", "of_base"), saved, strict=True))}
+    lines = [" ".join(found.split()) for found in shown(closing_screen(summary, None, {}, [])).splitlines()]
+    assert line in lines
+    assert "weights saved" not in shown(closing_screen(SUMMARY | {"saved": None}, None, {}, []))
+
+
+def test_closing_screen_says_what_a_server_of_an_adapter_must_be_told():
+    summary = SUMMARY | {"stop_tokens": {"<|im_end|>": 7}}
+    text = " ".join(shown(closing_screen(summary, None, {}, [])).split())
+    assert "to serve it tell the server to stop at <|im_end|> (token 7): the base does not" in text
+    assert "to serve it" not in shown(closing_screen(SUMMARY | {"stop_tokens": {}}, None, {}, []))
+
+
 def test_closing_screen_without_generated_answers_still_shows_the_loss():
     text = shown(closing_screen(SUMMARY, None, {}, []))
     assert "perplexity" in text
