@@ -112,11 +112,14 @@ def test_damaged_files_are_said_and_do_not_hide_other_runs(browser, runs, damage
     assert browser.get("/compare?run=one&run=two").status_code == 200
 
 
-BAD = ["NaN", "1e999", "-Infinity", "9" * 400, "9" * 299, '"text"', "[]", '{"a": 1}', "null", "true", "-1"]
+BAD = ["NaN", "9" * 400, '"text"', "[]", "null", "-1"]
+MORE = ["1e999", "-Infinity", "9" * 299, '{"a": 1}', "true"]
 
 
 @pytest.mark.parametrize("name", ["summary.json", "plan.json", "environment.json", "data.json"])
-@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(
+    "value", [*BAD, *(pytest.param(value, marks=pytest.mark.thorough) for value in MORE)]
+)
 def test_wrong_values_in_a_file_hide_no_other_run(browser, runs, name, value):
     """All numbers and texts of the file at once, then its parts."""
     text = (runs / "two" / name).read_text()
@@ -140,7 +143,7 @@ def test_a_file_with_wrong_values_is_left_out_and_named(browser, runs):
 @pytest.mark.parametrize("line", ['{"step": %s, "train/loss": 1}', '{"step": 21, "train/loss": %s}'])
 def test_wrong_values_in_metrics_hide_nothing(browser, runs, line):
     with (runs / "two" / "metrics.jsonl").open("a") as file:
-        file.writelines(f"{line % value}\n" for value in BAD)
+        file.writelines(f"{line % value}\n" for value in BAD + MORE)
     assert "one done 20 1.0000" in text_of(browser.get("/"))
     assert browser.get("/runs/two").status_code == 200
     assert browser.get("/compare?run=one&run=two").status_code == 200
