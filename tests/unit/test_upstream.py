@@ -313,6 +313,7 @@ NOT_PRIVATE = {
     "_asdict",
     "_component_",
     "_cpu",
+    "_data_files",
     "_multi_node",
     "_name_or_path",
     "_quick",
