@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LETTERS = "aistAIST"  # as answers begin
-TAIL = 32  # characters at the end of a prompt that decide how its white space is tokenized
+LONGEST_TAIL = 256  # characters that are looked at
+CONTEXT = 8  # characters before the blanks at the end of a prompt that decide how these are tokenized
 
 
 def answer_start(tokenizer: "PreTrainedTokenizerBase", text: str, start: int) -> int:
     """Where a model begins to write an answer at `start` of a text: before white space that joins with it."""
-    return start - _joining(tokenizer, text[max(0, start - TAIL) : start])[0]
+    return start - _joining(tokenizer, _tail(text[max(0, start - LONGEST_TAIL) : start]))[0]
+
+
+def _tail(prompt: str) -> str:
+    """The end of a prompt: the same for all prompts of most templates."""
+    return prompt[max(0, len(prompt.rstrip()) - CONTEXT) :]
 
 
 @lru_cache(maxsize=1024)
@@ -34,12 +40,20 @@ def _joining(tokenizer: "PreTrainedTokenizerBase", tail: str) -> tuple[int, str]
     It is the one that most are in a token with; "" if the prompt ends with no blank.
     """
     blanks = len(tail) - len(tail.rstrip())
-    found = []
-    for letter in LETTERS if blanks else "":
-        last = tokenizer.convert_ids_to_tokens(_ids(tokenizer, tail + letter))[-1:]
-        joined = len(last[0]) - 1 if last and last[0].endswith(letter) else 0
-        found.append((min(joined, blanks), letter))
-    return max(found, key=itemgetter(0), default=(0, ""))
+    if not blanks:
+        return 0, ""
+    probes = tokenizer([tail + letter for letter in LETTERS], add_special_tokens=False, verbose=False)
+    found = [
+        (min(_joined(tokenizer, ids, letter), blanks), letter)
+        for ids, letter in zip(probes["input_ids"], LETTERS, strict=True)
+    ]
+    return max(found, key=itemgetter(0)) if max(found)[0] >= 0 else (0, "")
+
+
+def _joined(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], letter: str) -> int:
+    """How many characters are in one token with the letter that ends a text; -1 if it is no token's last."""
+    last = tokenizer.convert_ids_to_tokens([ids[-1]])[0] if ids else ""
+    return len(last) - 1 if last.endswith(letter) else -1
 
 
 def is_split(text: str, start: int, first: int, before: int) -> bool:
@@ -60,6 +74,7 @@ def find_in_pieces(
     spans: Sequence[Span],
     prompts: Mapping[int, int],
     spelled: Sequence[Span] = (),
+    until: int | None = None,
 ) -> Found:
     """As `find_tokens`, of a text that is tokenized in pieces; a span may have become several.
 
@@ -69,8 +84,10 @@ def find_in_pieces(
         spans: of characters.
         prompts: where answers begin -> where their prompts end, in characters: not before that.
         spelled: spans of control tokens that are ordinary text.
+        until: where the last piece ends; None for the end of the text.
     """
-    edges = sorted({0, len(text), *prompts, *(edge for span in spelled for edge in span)})
+    last = len(text) if until is None else until
+    edges = sorted({0, last, *prompts, *(edge for span in spelled for edge in span)})
     ids, found = np.zeros(0, np.int32), []
     for start, stop in pairwise(edges):
         inside = [(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start]
@@ -78,23 +95,31 @@ def find_in_pieces(
             more = np.array(spell(tokenizer, text[start:stop]), np.int32)
             places = [(0, len(more)) for _ in inside]
         else:
-            end = prompts.get(stop, stop)
-            more, places = _piece(tokenizer, text[start:end], inside, inner=start > 0, prompt=stop in prompts)
+            blanks = text[stop : prompts[stop]] if stop in prompts else None
+            more, places = _piece(tokenizer, text[start:stop], inside, blanks, inner=start > 0)
         found += [(first + len(ids), last + len(ids)) for first, last in places]
         ids = np.concatenate([ids, more])
     return ids, found
 
 
 def _piece(
-    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], *, inner: bool, prompt: bool
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], left: str | None, *, inner: bool
 ) -> Found:
-    """A piece of a text: `inner` if another one is before it, `prompt` if an answer follows."""
+    """A piece of a text: `inner` if another one is before it.
+
+    It has the tokens that it has before an answer, to which the blanks `left` after it are left; None if no
+    answer follows.
+    """
     lead = _lead(tokenizer, text) if inner else ""
-    probe = _joining(tokenizer, text[-TAIL:])[1] if prompt else ""
+    first = len(_ids(tokenizer, lead))
     moved = [(start + len(lead), end + len(lead)) for start, end in spans]
-    ((ids, places),) = find_tokens(tokenizer, None, [lead + text + probe], [moved])
-    first, last = len(_ids(tokenizer, lead)), len(ids) - len(probe)
-    return ids[first:last], [(max(a, first) - first, min(b, last) - first) for a, b in places]
+    found: Found | None = None
+    if left is not None and (letter := _joining(tokenizer, _tail(text + left))[1]):
+        ((ids, places),) = find_tokens(tokenizer, None, [lead + text + left + letter], [moved])
+        if _joined(tokenizer, ids.tolist(), letter) == len(left):  # else, in this text, it joins with more
+            found = ids[:-1], places
+    ids, places = found or find_tokens(tokenizer, None, [lead + text], [moved])[0]
+    return ids[first:], [(max(a, first) - first, min(b, len(ids)) - first) for a, b in places]
 
 
 def _lead(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:

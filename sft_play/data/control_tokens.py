@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: Unicode leaves them to programs, and texts have none
 MARKS = re.compile(f"[{BEGIN}{END}]")
-IN_TEXTS = "with control tokens in their texts"
+IN_TEXTS = "with control tokens in the text"
 
 
 @dataclass(frozen=True)

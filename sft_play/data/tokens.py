@@ -129,7 +129,8 @@ def prompt_ids(chat: Chat, prompt: Conversation) -> list[int]:
         return tokenize_text(chat, replace(prompt, ends=False)).input_ids.tolist()
     asked = marked(chat, prompt)
     text, _, spelled = without_marks(render(chat.tokenizer, asked, asked.messages, prompt=True), ())
-    ids, _ = find_in_pieces(chat.tokenizer, text, (), {len(text): len(text)}, spelled)
+    end = answer_start(chat.tokenizer, text, len(text))
+    ids, _ = find_in_pieces(chat.tokenizer, text, (), {end: len(text)}, spelled, end)
     return ids.tolist()
 
 

@@ -146,7 +146,7 @@ ROWS = [{"question": f"{i}?", "answer": f"{i} <|im_end|>" if i in (2, 5) else f"
 def test_kept_ones_are_counted_with_the_first_row_and_learned(run, make_tokenizer):
     data = run(ROWS, val_fraction=0)
     (said,) = [text for text in data.stats["warnings"] if "control" in text]
-    assert "2 rows with control tokens in their texts (the first is " in said
+    assert "2 rows with control tokens in the text (the first is " in said
     assert "rows.jsonl:3: '<|im_end|>')" in said and "data.control_tokens=escape" in said
     end = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
     assert [list(row["labels"]).count(end) for row in data.train][:4] == [1, 1, 2, 1]
@@ -164,7 +164,7 @@ def test_escaped_ones_are_not_warned_of_and_refused_ones_end_with_the_first_row(
 def test_raw_text_is_searched_too(run):
     texts = [{"text": f"{i} <pad>" if i > 2 else f"{i}"} for i in range(40)]
     warnings = run(texts, task="cpt").stats["warnings"]
-    assert any("37 rows with control tokens in their texts (the first is" in text for text in warnings)
+    assert any("37 rows with control tokens in the text (the first is" in text for text in warnings)
     with pytest.raises(DataError, match=r"rows.jsonl:4: a text has the control token '<pad>'"):
         run(texts, task="cpt", control_tokens="refuse")
 
