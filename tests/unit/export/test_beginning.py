@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from sft_play.data.chat import make_chat
-from sft_play.data.formats import Conversation, alternating
+from sft_play.data.formats import Conversation
+from sft_play.data.messages import alternating
 from sft_play.data.tokens import encode
 from sft_play.export.ollama import turns_of
 from sft_play.export.vocabulary import Beginning, beginning, describe
