@@ -20,7 +20,7 @@ MISSING = "n/a"
 SPEED_UP = "speed\u2011up"  # head of a column: a plain hyphen would be broken after
 NOT_RECORDED = "Nothing was recorded."
 NOT_YET = "Nothing yet: this is written when the run ends."
-TIMES = 3  # from here on, a prediction is so many times too high, not so many percent
+TIMES = 3  # from here on, a prediction is so many times too high or low, not so many percent
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
@@ -240,8 +240,9 @@ def _compared(predicted: Any, measured: Any, origin: str | None, form: Format, p
     error, side = 100 * abs(measured - predicted) / measured, "low" if measured > predicted else "high"
     if error < 0.05:
         return f"{line} (prediction accurate to 0.05%)"
-    if predicted > TIMES * measured:
-        return f"{line} (prediction {predicted / measured:,.0f} times too high)"
+    times = max(predicted / measured, measured / predicted)
+    if times >= TIMES:
+        return f"{line} (prediction {times:,.0f} times too {side})"
     return f"{line} (prediction {percent.format(error)} too {side})"
 
 

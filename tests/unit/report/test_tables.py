@@ -112,6 +112,7 @@ def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0% too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0% too high)")
     assert step_line(1309.5, 0.372).endswith("(prediction 3,520 times too high)")
+    assert step_line(0.557, 14.0).endswith("(prediction 25 times too low)")
     assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05%)")
     assert memory_line(GIB, GIB, "earlier run") == "from an earlier run 1.00 GiB, measured 1.00 GiB"
     assert "prediction 50% too low" in step_line(1.0, 2.0, "profile")
