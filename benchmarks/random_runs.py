@@ -1,6 +1,6 @@
 """Compares predicted with measured memory of random runs on this CPU, by phase.
 
-    make bench-random                           # 200 runs
+    make bench-random                           # 100 runs
     make bench-random ARGS="--runs 20 --seed 3"
     make bench-random ARGS="--minutes 15"           # those that can be measured in this time
     make bench-random ARGS="--forget 9 61"          # these again, the others as they were measured
@@ -72,7 +72,7 @@ from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import NoiseOfStep, forget_embeddings
 
-RUNS, SEED = 200, 7
+RUNS, SEED = 100, 7
 BLOCK = 20  # runs
 ENGINES = ("none", "none", "ddp", "deepspeed_z2", "fsdp2")  # all but the first run on two processes
 WAIT = timedelta(minutes=5)  # for another process
