@@ -1,7 +1,7 @@
 """Measures a device profile: each kind of operation at a few sizes, and the calls of a tiny model.
 
 It takes 4 to 5 s on two cores, and another second with products of 16-bit numbers. Each figure is the minimum
-of several runs, which other load on the machine affects least.
+of several runs, or on a GPU of the means of a few in a row: other load on the machine affects that least.
 """
 
 import itertools

@@ -33,25 +33,26 @@ TYPES = {"cuda": ("bfloat16", "float16", "float32"), "cpu": ("float32",)}
 
 
 def believed(measured: DeviceProfile, sheet: DeviceProfile) -> DeviceProfile:
-    """The measured profile, in which `sheet`, that of the data sheet, stands in for what cannot be true.
+    """The measured profile, in which `sheet` stands in for what cannot be true.
 
-    Its source says what was replaced, and how far off it was.
+    That is what the data sheet says, or of a CPU what is assumed. The source of the profile says what was
+    replaced, and how far off it was.
     """
     products, changes, doubts = dict(measured.products), dict[str, Any](), list[str]()
     for dtype in (each for each in TYPES[measured.kind] if each in products):
         times = products[dtype].seconds[-1] / sheet.products[dtype].seconds[-1]
         if times > TOO_SLOW or (times < TOO_FAST and measured.kind == "cuda" and dtype != "float32"):
             products[dtype] = sheet.products[dtype]
-            doubts.append(_doubt(f"{dtype} products", times))
+            doubts.append(f"{dtype} products ({_off(times)})")
     for unit in UNITS[measured.kind]:
         times = max(_times(getattr(measured, name), getattr(sheet, name)) for name in unit.compared)
         if times > TOO_SLOW:
             changes |= {name: getattr(sheet, name) for name in unit.compared + unit.beside}
-            doubts.append(_doubt(unit.name, times))
+            doubts.append(f"{unit.name} ({_off(times)})")
     if not doubts:
         return measured
-    cause = "; ".join(doubts)
-    return replace(measured, products=products, source=f"{measured.source}, but {cause}", **changes)
+    source = f"{measured.source}, but what cannot be true is {sheet.source}: {', '.join(doubts)}"
+    return replace(measured, products=products, source=source, **changes)
 
 
 def _times(found: Curve | float, expected: Curve | float) -> float:
@@ -61,6 +62,5 @@ def _times(found: Curve | float, expected: Curve | float) -> float:
     return float(found) / float(expected)  # type: ignore[arg-type]
 
 
-def _doubt(name: str, times: float) -> str:
-    off = f"{times:,.0f} times too slow" if times > 1 else f"{1 / times:.1f} times too fast"
-    return f"{name} as the data sheet says, since measured ones are {off}"
+def _off(times: float) -> str:
+    return f"{times:,.0f} times too slow" if times > 1 else f"{1 / times:.1f} times too fast"

@@ -32,6 +32,12 @@ SENTENCES = [
 ]
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Nothing that another test has tokenized is found."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
 def _train(kind: str):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

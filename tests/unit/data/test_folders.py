@@ -26,12 +26,9 @@ from sft_play.data.reading import read_rows
 from sft_play.data.sources import open_inputs, open_source
 from sft_play.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 KEY = "data.train_path"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

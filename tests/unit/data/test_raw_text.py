@@ -12,12 +12,9 @@ from sft_play.data.sources import open_source
 from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 WORDS = "What is two plus three? It is five. Hello there, friend!"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

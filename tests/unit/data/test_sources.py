@@ -16,10 +16,7 @@ from sft_play.data.batching import Share, draw_steps
 from sft_play.data.prepare import prepare
 from sft_play.errors import ConfigError, DataError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 OTHER = [{"input_text": f"What is {i}?", "target_text": f"It is {i}."} for i in range(40)]
