@@ -125,7 +125,6 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
             f"the file adds no {bos}, which chats did not begin with in training: write it yourself at the "
             "beginning of a prompt that is no chat",
             style="yellow",
-            markup=False,
         )
     command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"
     say(ending({"gguf": output / result["file"], "Modelfile": modelfile}, [command]))

@@ -123,7 +123,7 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
     try:
         ids, room, dropped = fit_history(chat, render, limit, most)
     except DataError as error:
-        say(f"not sent: {error}", style="yellow", markup=False)
+        say(f"not sent: {error}", style="yellow")
         chat.turns.pop()
         return
     if room < min(MIN_ANSWER_TOKENS, most):
