@@ -21,7 +21,6 @@ from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
-from sft_play.hub import limit_network
 from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
@@ -35,6 +34,7 @@ from sft_play.report.reasons import sentence
 from sft_play.screen import NamedValues
 from sft_play.spelling import as_typed
 from sft_play.units import GIB, counted, format_bytes
+from sft_play.upstream.huggingface_hub import limit_network
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}

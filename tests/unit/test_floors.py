@@ -19,7 +19,7 @@ FLOORS = [
     ["__init__", "errors", "files", "extras", "fingerprints", "resources", "screen", "units"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
-    ["reasons", "timeline"],
+    ["reasons", "timeline", "upstream"],
     ["engines"],
     ["machine", "model.attention_table", "hub", "libraries", "report.progress"],
     ["data", "model.published"],
