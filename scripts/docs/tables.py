@@ -342,7 +342,6 @@ TABLES = {
     "divided-on-a-cpu": divided_on_a_cpu,
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "kept-gathered": partial(divided_on_a_cpu, "gathered"),
-    "further-ahead": partial(divided_on_a_cpu, "sharding_prefetched"),
     "mixed-activations": partial(divided_on_a_cpu, "sharding_mixed"),
     "inputs-in-ram": partial(divided_on_a_cpu, "sharding_in_ram"),
     "several-processes": several_processes,
