@@ -223,15 +223,6 @@ class GatheredWeights(Reason):
         }[self.cause]
 
 
-class PrefetchedLayers(Reason):
-    """How many layers ahead weights are gathered, where the config says more than one."""
-
-    layers: int
-    text = (
-        "weights are gathered {layers} layers ahead, which the memory counts and the predicted seconds do not"
-    )
-
-
 class Offload(Reason):
     """What is in RAM, and why: the config says so, or nothing else fits."""
 
