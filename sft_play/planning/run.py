@@ -31,26 +31,27 @@ from sft_play.planning.speed import (
     profile_of,
 )
 from sft_play.planning.tiles import may_tile, with_tiles
-from sft_play.reasons import (
+from sft_play.reasons.evidence import (
     AssumedRows,
     Communication,
+    OnlyWhileBusy,
+    ProfileSource,
+    ScratchOffRule,
+    SecondsOfEarlierRun,
+    UnknownFreeMemory,
+    Untraceable,
+)
+from sft_play.reasons.method import (
     Decomposed,
     LayerKernels,
     LoraPlus,
     Noise,
-    OnlyWhileBusy,
     OptimizerStates,
-    ProfileSource,
     Ranks,
-    Reason,
-    ScratchOffRule,
-    SecondsOfEarlierRun,
-    UnknownFreeMemory,
     Unproven,
-    Untraceable,
 )
+from sft_play.reasons.reason import Reason
 from sft_play.report.progress import describe
-from sft_play.report.reasons import sentences
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
@@ -124,7 +125,7 @@ def plan_run(
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
-    return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *besides]))
+    return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *besides])))
 
 
 def _earlier_runs(

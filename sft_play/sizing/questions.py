@@ -11,7 +11,7 @@ from sft_play.choices import optimizers
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS, NAME
-from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
+from sft_play.reasons.method import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
 from sft_play.sizing.step import StepSpec
 from sft_play.units import format_bytes
 
