@@ -28,7 +28,6 @@ from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.report.progress import PLANNING, spinner
-from sft_play.report.reasons import sentence
 from sft_play.screen import NamedValues
 from sft_play.spelling import as_typed
 from sft_play.units import GIB, counted, format_bytes
@@ -117,9 +116,9 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_row(config: RunConfig, given: DataInput, source: Source) -> Finding:
-    from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
     from sft_play.data.reading import read_rows
+    from sft_play.rows.formats import convert, with_format
 
     key, path = given.key, given.path
     try:
@@ -270,7 +269,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
     )
     try:
-        yield Finding(OK, "method", sentence(choose_precision(config, device)[1]))
+        yield Finding(OK, "method", str(choose_precision(config, device)[1]))
     except ConfigError as error:
         fix = "set train.mixed_precision=auto to use what the device supports"
         yield Finding(ERROR, "method", str(error), fix)
