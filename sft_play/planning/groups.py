@@ -21,8 +21,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
 from sft_play.planning.search import TIE
 from sft_play.planning.sequence import group_sizes
-from sft_play.reasons import TokensDivided
-from sft_play.report.reasons import sentence
+from sft_play.reasons.choices import TokensDivided
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
@@ -71,7 +70,7 @@ def plan_in_groups(
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
     reason = TokensDivided(chosen.sequence_ranks, tuple(slower), ruled_out)
-    return replace(chosen, why=(*chosen.why, sentence(reason)))
+    return replace(chosen, why=(*chosen.why, str(reason)))
 
 
 def _add_larger_groups(
