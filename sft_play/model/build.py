@@ -35,7 +35,7 @@ from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting, patched
 
 ANSWER_SECONDS = 15.0  # until an answer begins, and between its parts
