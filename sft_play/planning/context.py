@@ -12,12 +12,11 @@ from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.planning.devices import machines_of
-from sft_play.planning.drafts import leanest, with_groups, with_offload
+from sft_play.planning.candidates import candidates, estimator_of
+from sft_play.planning.drafts import leanest
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.fewest import with_batch_for
-from sft_play.planning.other_machines import tokens_per_second
-from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
@@ -77,22 +76,12 @@ def position_limit(architecture: Architecture) -> int | None:
 
 
 def longest_row(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    asked: int | None,
-    *,
-    first: int | None = None,
-    tried: Tried | None = None,
+    request: Request, asked: int | None, *, first: int | None = None, tried: Tried | None = None
 ) -> dict[str, Any]:
     """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
 
     Args:
-        config: the run; its effective batch stays, or grows to a row for each process.
-        architecture: of the model.
-        machine: that it runs on.
-        processes: number of them.
+        request: the run; its effective batch stays, or grows to a row for each process.
         asked: tokens of a row that the speed is wanted for, and whether they fit; default: the longest.
         first: where the search begins, as in `longest_multiple`.
         tried: what an earlier search for this run has seen; is kept up to date.
@@ -100,14 +89,13 @@ def longest_row(
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
     """
-    positions = position_limit(architecture)
-    most = positions or MAX_UNSTATED
+    most = position_limit(request.architecture) or MAX_UNSTATED
     known: dict[int, float] = {}
     seen = tried or Tried()
 
     def use(tokens: int) -> float:
         if tokens not in known:
-            known[tokens] = _use(config, architecture, machine, processes, tokens, seen)
+            known[tokens] = _use(_with_rows_of(request, tokens), seen)
         return known[tokens]
 
     fits = None if asked is None else use(asked) <= 1
@@ -115,24 +103,17 @@ def longest_row(
     if fits and asked and asked > (longest or 0):  # between two multiples
         longest = asked
     row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
-    row["sequence_ranks"] = config.parallel.sequence_ranks
+    row["sequence_ranks"] = request.config.parallel.sequence_ranks
     if asked is not None:
         row["fits"] = fits
     shown = longest if asked is None else asked
     if not shown or fits is False:
         return row
-    return row | _at(config, architecture, machine, processes, shown, tight=shown == longest != most)
+    return row | _at(_with_rows_of(request, shown), tight=shown == longest != most)
 
 
 def longest_divided_row(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    asked: int | None,
-    *,
-    whole: dict[str, Any],
-    tried: Tried,
+    request: Request, asked: int | None, *, whole: dict[str, Any], tried: Tried
 ) -> dict[str, Any] | None:
     """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
 
@@ -140,10 +121,7 @@ def longest_divided_row(
     only where the model's positions are the limit.
 
     Args:
-        config: as in `longest_row`, as are those that follow.
-        architecture: see there.
-        machine: see there.
-        processes: see there.
+        request: as in `longest_row`.
         asked: see there.
         whole: what `longest_row` found where tokens are not divided.
         tried: see there.
@@ -153,16 +131,17 @@ def longest_divided_row(
         config says how large they are.
     """
     enough = whole["limit"] == "positions" if asked is None else whole["fits"]
-    sizes = group_sizes(config, architecture, processes, machines_of(machine, processes))
-    if config.parallel.sequence_parallel_size != "auto" or not whole["longest"] or enough or not sizes:
+    if request.config.parallel.sequence_parallel_size != "auto" or not whole["longest"] or enough:
+        return None
+    sizes = group_sizes(request.config, request.architecture, request.processes, request.on_machines)
+    if not sizes:
         return None
 
     def found(size: int) -> dict[str, Any]:
-        run, first = with_groups(config, size), whole["longest"] * size
-        return longest_row(run, architecture, machine, processes, asked, first=first, tried=tried)
+        return longest_row(request.in_groups_of(size), asked, first=whole["longest"] * size, tried=tried)
 
     def reaches(size: int, tokens: int) -> bool:
-        return _use(with_groups(config, size), architecture, machine, processes, tokens, tried) <= 1
+        return _use(_with_rows_of(request.in_groups_of(size), tokens), tried) <= 1
 
     with suppress(ConfigError):  # for the model, or for a setting
         row = found(sizes[-1])
@@ -173,41 +152,35 @@ def longest_divided_row(
     return None
 
 
-def _at(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    tokens: int,
-    *,
-    tight: bool,
-) -> dict[str, Any]:
-    """The key numbers of the plan for rows of so many tokens, one in a micro-batch.
+def _with_rows_of(request: Request, tokens: int) -> Request:
+    """The request with rows of so many tokens."""
+    facts = DataFacts.full_rows(tokens, request.config.train.seed)
+    return request.changed(facts=facts).with_batch_for(request.processes)
+
+
+def _at(request: Request, *, tight: bool) -> dict[str, Any]:
+    """The key numbers of the plan, with one row in a micro-batch.
 
     If it is `tight`, with MLPs in tiles, since such a plan is the only one that fits.
     """
-    run, facts = _run_of(config, processes, tokens)
-    drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
+    run = request.in_groups_of(request.config.parallel.sequence_ranks)
+    drafts = leanest(candidates(run))
     kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
     tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
-    plan = plan_run(
+    plan = fastest_plan(
         run,
-        architecture,
-        facts,
-        machine,
-        processes,
-        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
+        lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
         explain=False,
     )
     assert plan.memory
     return {
-        "row_tokens": tokens,
+        "row_tokens": run.facts.longest_row,
         "engine": plan.engine,
         "replicas": plan.replicas,
         "effective_batch_size": plan.effective_batch_size,
         "activations": plan.activations,
         "mlp_tiles": plan.mlp_tiles,
-        "tokens_per_second": tokens_per_second(plan, facts),
+        "tokens_per_second": run.facts.tokens_per_second(plan),
         "peak_bytes": plan.memory.peak_bytes,
         "process_bytes": plan.memory.process_bytes,
         "budget_bytes": plan.memory.budget_bytes,
@@ -215,34 +188,21 @@ def _at(
     }
 
 
-def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, DataFacts]:
-    facts = DataFacts.full_rows(tokens, config.train.seed)
-    return with_batch_for(config, facts, processes), facts
-
-
-def _use(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    tokens: int,
-    tried: Tried,
-) -> float:
+def _use(request: Request, tried: Tried) -> float:
     """The share of its budget that a process takes with the engine that takes least; of all if none fits.
 
     Infinite if the weights alone are too much for each engine.
     """
-    run, facts = _run_of(config, processes, tokens)
-    estimate = estimator_of_run(run, architecture, facts, machine, processes)
+    estimate = estimator_of(request)
     of_engine: dict[Engine, list[Plan]] = {}
-    for draft in leanest(drafts_of(run, architecture, facts, machine, processes)):
+    for draft in leanest(candidates(request)):
         of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}
     for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
         if engine in tried.too_large_for:
             continue
-        share = shares[engine] = _least_share(run, of_engine[engine], estimate)
+        share = shares[engine] = _least_share(request.config, of_engine[engine], estimate)
         if share == inf:
             tried.too_large_for.add(engine)
         if share <= 1:
@@ -281,10 +241,7 @@ def places_of(config: RunConfig, machine: Machine) -> tuple[str, ...]:
 
 
 def longest_rows(
-    config: RunConfig,
-    architecture: Architecture,
-    machine_of: Callable[[int], Machine],
-    counts: Sequence[int],
+    requests: Sequence[Request],
     modes: Sequence[str],
     asked: int | None = None,
     advance: Callable[[int], None] = lambda steps: None,
@@ -294,30 +251,25 @@ def longest_rows(
     RAM is looked at where memory of the device is the limit without it, and so are tokens that are divided.
 
     Args:
-        config: the run.
-        architecture: of the model.
-        machine_of: the machine with so many processes.
-        counts: of processes.
+        requests: the run on each number of processes.
         modes: of tuning.
         asked: as in `longest_row`.
         advance: called with the number of rows that were found.
     """
     rows = []
     for mode in modes:
-        for count in counts:
-            machine = machine_of(count)
-            for place in places_of(config, machine):
-                tuning = config.tuning.model_copy(update={"mode": mode})
-                run = with_offload(config.model_copy(update={"tuning": tuning}), place)
-                head, tried = {"mode": mode, "processes": count, "offload": place}, Tried()
-                asking = run, architecture, machine, count, asked
+        for request in requests:
+            in_mode = request.changed({"tuning.mode": mode})
+            for place in places_of(request.config, request.machine):
+                run, tried = in_mode.with_offload(place), Tried()
+                head = {"mode": mode, "processes": request.processes, "offload": place}
                 try:
-                    found = longest_row(*asking, tried=tried)
-                    divided = longest_divided_row(*asking, whole=found, tried=tried)
+                    found = longest_row(run, asked, tried=tried)
+                    divided = longest_divided_row(run, asked, whole=found, tried=tried)
                 except (ConfigError, DoesNotFitError) as error:
                     found, divided = {"longest": None, "problem": str(error).splitlines()[0]}, None
                 advance(1)
-                if place == "none" or config.parallel.offload == place or found["longest"]:
+                if place == "none" or request.config.parallel.offload == place or found["longest"]:
                     rows += [head | row for row in (found, divided) if row]
                 if found.get("limit") == "positions":
                     break
