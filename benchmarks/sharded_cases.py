@@ -48,7 +48,6 @@ class Case:
     reshard_after_forward: bool = True
     kept_layers: int = 0  # the last ones, if others are recomputed
     mlp_tile: int = 0  # tokens that an MLP computes at a time; 0: all
-    prefetch_layers: int = 1
 
     @property
     def key(self) -> str:
@@ -80,7 +79,6 @@ class Case:
             reshard_after_forward=self.reshard_after_forward,
             kept_layers=self.kept_layers,
             mlp_tile=self.mlp_tile,
-            prefetch_layers=self.prefetch_layers,
         )
 
 
@@ -123,16 +121,6 @@ def some_gathered(cases: list[Case], seed: int) -> list[Case]:
     """The same cases, of which weights of about two in three stay gathered for the backward pass."""
     frees = (random.Random(f"gathered {seed} {case.number}").random() < 1 / 3 for case in cases)
     return [replace(case, reshard_after_forward=free) for case, free in zip(cases, frees, strict=True)]
-
-
-def some_prefetched(cases: list[Case], seed: int) -> list[Case]:
-    """The same cases with more layers, whose weights are gathered two or three layers ahead."""
-    return [_prefetched(case, random.Random(f"prefetched {seed} {case.number}")) for case in cases]
-
-
-def _prefetched(case: Case, pick: random.Random) -> Case:
-    geometry = case.geometry | {"layers": case.geometry["layers"] + pick.randint(4, 8)}
-    return replace(case, geometry=geometry, prefetch_layers=pick.choice((2, 3)))
 
 
 def mixed(cases: list[Case], seed: int) -> list[Case]:

@@ -98,12 +98,6 @@ class GatheredWeights(Reason):
     saved_share: float = 0.0  # of a step's predicted time
 
 
-class PrefetchedLayers(Reason):
-    """How many layers ahead weights are gathered, where the config says more than one."""
-
-    layers: int
-
-
 class Offload(Reason):
     """What is in RAM, and why: the config says so, or nothing else fits."""
 

@@ -119,9 +119,9 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_row(config: RunConfig, given: DataInput, source: Source) -> Finding:
-    from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
     from sft_play.data.reading import read_rows
+    from sft_play.rows.formats import convert, with_format
 
     key, path = given.key, given.path
     try:

@@ -18,7 +18,6 @@ from sft_play.commands.answers import AnswerScore, require_answers, score_answer
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
-from sft_play.data.messages import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError
@@ -34,6 +33,7 @@ from sft_play.report.layout import ending
 from sft_play.report.progress import progress_bar
 from sft_play.report.record import SPLITS, planned_batch
 from sft_play.report.tables import evaluation_table, perplexity
+from sft_play.rows.messages import Message
 from sft_play.runlog import RunDir, console, quiet_libraries, storing
 
 if TYPE_CHECKING:

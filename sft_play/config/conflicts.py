@@ -46,8 +46,6 @@ def not_gathered(parallel: ParallelConfig) -> str | None:
         f"parallel.{name}={str(value).lower()}": value != "auto"
         for name in ("reshard_after_forward", "defer_exchange")
         for value in [getattr(parallel, name)]
-    } | {
-        f"parallel.prefetch_layers={parallel.prefetch_layers}": parallel.prefetch_layers > 1,
     }
     if parallel.engine in ("auto", "fsdp2"):
         return None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from sft_play.config.section import Section
-from sft_play.config.values import NUMBER, Auto, AutoOrAmount, AutoOrCount, Count, PathText
+from sft_play.config.values import Auto, AutoOrAmount, AutoOrCount, Count, PathText
 
 
 class ParallelConfig(Section):
@@ -25,10 +25,6 @@ class ParallelConfig(Section):
     """With FSDP2, true leaves gradients whole until the last micro-batch of a step and reduces them once;
     false, and offload=ram, reduce those of each. auto: true if that fits and is predicted to be faster. Sums
     are rounded otherwise, so a resumed run goes on as it began."""
-    prefetch_layers: Annotated[int, Field(ge=1, le=8), NUMBER] = 1
-    """How many layers ahead FSDP2 gathers weights, in both passes. PyTorch's own way is 1. Each more takes
-    memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,
-    so no plan chooses it."""
     nvme_path: Annotated[PathText, Field(min_length=1)] | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for weights:
     not in RAM, but in files that each step reads and writes."""

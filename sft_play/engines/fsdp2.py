@@ -60,7 +60,6 @@ class Fsdp2(Sharded):
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
             reshard_after_forward=plan.reshard_after_forward,
-            prefetch_layers=plan.prefetch_layers,
         )
 
     def transform(self, step: Step, division: Division) -> Step:

@@ -86,8 +86,6 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
         yield [{"parallel.offload": "auto"}]
     if config.parallel.reshard_after_forward is False:
         yield [{"parallel.reshard_after_forward": "auto"}]
-    if config.parallel.prefetch_layers > 1:
-        yield [{"parallel.prefetch_layers": 1}]
     yield _divisions(request)
     if train.optimizer == "adamw":
         yield [{"train.optimizer": "adamw_8bit"}]

@@ -204,7 +204,6 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
                 "replicas": count,
                 "reshard_after_forward": not (keeps and engine.can_keep_gathered),
                 "defers_exchange": waits and engine.can_defer and place == "none",
-                "prefetch_layers": config.parallel.prefetch_layers if engine.can_keep_gathered else 1,
             }
 
 

@@ -29,9 +29,6 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{init}: every adapted weight is decomposed before the first step; the saved adapter has twice the "
         "rank"
     ),
-    reasons.PrefetchedLayers: (
-        "weights are gathered {layers} layers ahead, which the memory counts and the predicted seconds do not"
-    ),
     reasons.Unproven: "{label} is off, since no proof on a GPU has seen it win yet; {setting} takes it",
     reasons.ScratchOffRule: "scratch of {dtype} products follows no rule on this CPU, off by {worst:.0%}",
     reasons.Noise: "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings",

@@ -170,9 +170,9 @@ class Traces:
         kinds = self.architecture.ask(questions.layer_kinds)
         if not kinds or self._all_layers.get(spec.divided):
             raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
-        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers, spec.reach))
+        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
         try:
-            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers, spec.reach))
+            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers))
         except LayersDiffer as error:
             raise UntraceableModel(f"its layers differ: {error}") from error
 

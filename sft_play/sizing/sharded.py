@@ -262,7 +262,6 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
             defers_exchange=spec.defers_exchange,
             regathers=spec.regathers,
             reshard_after_forward=spec.reshard_after_forward,
-            prefetch_layers=spec.prefetch_layers,
         )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)

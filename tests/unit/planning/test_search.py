@@ -616,9 +616,7 @@ def test_what_cannot_fit_is_not_traced(processes):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "deepspeed_z3"])
-@pytest.mark.parametrize(
-    "setting", [{"reshard_after_forward": False}, {"defer_exchange": True}, {"prefetch_layers": 2}]
-)
+@pytest.mark.parametrize("setting", [{"reshard_after_forward": False}, {"defer_exchange": True}])
 def test_an_engine_that_has_no_such_thing_is_refused(engine, setting):
     with pytest.raises(ValueError, match=f"does not work with parallel.engine={engine}, only with fsdp2"):
         RunConfig.model_validate(config().model_dump() | {"parallel": {"engine": engine, **setting}})

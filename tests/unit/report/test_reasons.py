@@ -30,7 +30,6 @@ from sft_play.reasons import (
     Padded,
     Precision,
     PredictionErrors,
-    PrefetchedLayers,
     RanOutBefore,
     StatesOnDisk,
     Tiles,
@@ -134,10 +133,6 @@ SENTENCES = [
         "seconds leave out that each step reads and writes them",
     ),
     (UnknownCapability((8, 0)), "compute capability unknown: kernels of 8.0 assumed"),
-    (
-        PrefetchedLayers(2),
-        "weights are gathered 2 layers ahead, which the memory counts and the predicted seconds do not",
-    ),
     (
         PredictionErrors((8, 9), False, 1, (("allocated", (-0.0004, -0.0004)), ("reserved", (0.0, 0.05)))),
         "prediction errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "

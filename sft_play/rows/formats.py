@@ -6,7 +6,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from sft_play.data.messages import (
+from sft_play.errors import DataError
+from sft_play.rows.json_files import Row
+from sft_play.rows.messages import (
     InvalidRow,
     Message,
     as_json_text,
@@ -18,9 +20,7 @@ from sft_play.data.messages import (
     messages_of,
     require_text_only,
 )
-from sft_play.data.rows import Row
-from sft_play.data.strict_json import without_nulls
-from sft_play.errors import DataError
+from sft_play.rows.strict_json import without_nulls
 
 NO_ASSISTANT, BLANK_ASSISTANT, BLANK_TEXT = "no assistant turn", "blank assistant turn", "blank text"
 
@@ -123,20 +123,63 @@ def _from_preference(data: dict[str, Any]) -> tuple[list[Message], int]:
 
 Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
 
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write rows; what settings allow, `infer` answers and the guide lists follow from FORMATS."""
+
+    title: str
+    keys: tuple[str, ...]
+    """The keys that identify it; `others` are read too."""
+    others: tuple[str, ...]
+    reader: Reader | None
+    """Row -> messages, and how many of them are a prompt; None: raw text, which has none."""
+    example: dict[str, Any]
+    prompt: str | None = None
+    """What `infer` continues: the key of all messages, or of a question beside its `answer`."""
+    answer: str | None = None
+    detected: bool = True
+
+
 MORE = ("tools", "system")
-# Format -> the keys that identify it, those that are read too, and its reader. Detection uses this order;
-# "text" has no messages, and its source is for people (make dapt-docx writes it).
-FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Reader | None]] = {
-    "messages": (("messages",), ("tools",), _from_messages),
-    "sharegpt": (("conversations",), MORE, _from_sharegpt),
-    "alpaca": (("instruction", "output"), (*MORE, "input", "history"), _from_alpaca),
-    "prompt_completion": (("prompt", "completion"), MORE, _from_prompt_completion),
-    "question_answer": (("question", "answer"), MORE, partial(_from_pair, "question", "answer")),
-    "system_user_assistant": (("user", "assistant"), MORE, partial(_from_pair, "user", "assistant")),
-    "preference": (("chosen", "rejected"), (*MORE, "prompt"), _from_preference),
-    "text": (("text",), ("source",), None),
-}
-UNDETECTED = "preference"  # leaving out the rejected answers is for the user to decide
+# Detection uses this order. The source of a text is for people (make dapt-docx writes it); leaving out the
+# rejected answers is for the user to decide.
+FORMATS = {
+    "messages": Format(
+        "OpenAI", ("messages",), ("tools",), _from_messages, prompt="messages",
+        example={"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+    ),
+    "sharegpt": Format(
+        "ShareGPT", ("conversations",), MORE, _from_sharegpt, prompt="conversations",
+        example={"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+    ),
+    "alpaca": Format(
+        "Alpaca", ("instruction", "output"), (*MORE, "input", "history"), _from_alpaca,
+        prompt="instruction", answer="output",
+        example={"instruction": "Add.", "input": "2, 2", "output": "4"},
+    ),
+    "prompt_completion": Format(
+        "prompt and completion", ("prompt", "completion"), MORE, _from_prompt_completion,
+        prompt="prompt", answer="completion", example={"prompt": "2+2?", "completion": "4"},
+    ),
+    "question_answer": Format(
+        "question and answer", ("question", "answer"), MORE, partial(_from_pair, "question", "answer"),
+        prompt="question", answer="answer",
+        example={"system": "Be brief.", "question": "2+2?", "answer": "4"},
+    ),
+    "system_user_assistant": Format(
+        "user and assistant", ("user", "assistant"), MORE, partial(_from_pair, "user", "assistant"),
+        prompt="user", answer="assistant", example={"system": "Be brief.", "user": "2+2?", "assistant": "4"},
+    ),
+    "preference": Format(
+        "preference", ("chosen", "rejected"), (*MORE, "prompt"), _from_preference, detected=False,
+        example={"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    ),
+    "text": Format("text", ("text",), ("source",), None, example={"text": "Two and two are four."}),
+}  # fmt: skip
+PROMPTS = {known.prompt: name for name, known in FORMATS.items() if known.prompt}
+_KEYS = {key for known in FORMATS.values() for key in known.keys}
+OPTIONAL = {key for known in FORMATS.values() for key in known.others} - _KEYS  # that no format needs
 RENAME = "say what a format's keys are called here: data.columns.prompt=<key> data.columns.completion=<key>"
 
 
@@ -147,7 +190,7 @@ def detect_format(row: Row) -> str:
         DataError: the keys match no format; lists the known ones.
     """
     name = _format_of(set(row.data))
-    if name == UNDETECTED:
+    if name and not FORMATS[name].detected:
         raise DataError(
             f"{row.where}: the row has a chosen and a rejected answer. To train on the chosen ones and leave "
             f"out the rejected ones, set data.format={name}; learning from both (DPO) is not supported"
@@ -155,8 +198,8 @@ def detect_format(row: Row) -> str:
     if name:
         return name
     meant = _format_of({key.strip().lower() for key in row.data})
-    hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else RENAME
-    formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, *_) in FORMATS.items())
+    hint = f"write them as {', '.join(FORMATS[meant].keys)}" if meant else RENAME
+    formats = "\n".join(f"  {name}: {', '.join(known.keys)}" for name, known in FORMATS.items())
     raise DataError(
         f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}. "
         f"The formats and their keys:\n{formats}"
@@ -177,7 +220,7 @@ def with_format(rows: Iterator[Row], setting: str, what: str) -> tuple[str, Iter
 
 def _format_of(found: set[str]) -> str | None:
     """The first format whose keys are all there."""
-    return next((name for name, (keys, *_) in FORMATS.items() if found.issuperset(keys)), None)
+    return next((name for name, known in FORMATS.items() if found.issuperset(known.keys)), None)
 
 
 def _unusable(messages: list[Message]) -> str | None:
@@ -199,7 +242,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     Raises:
         DataError: the row does not match the format.
     """
-    keys, _, reader = FORMATS[name]
+    keys, reader = FORMATS[name].keys, FORMATS[name].reader
     try:
         require_text_only(row.data)
         if reader is None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.strict_json import decoder, require_shallow
 from sft_play.errors import DataError, kind_of
+from sft_play.rows.strict_json import decoder, require_shallow
 
-OPTIONAL = ("tools", "system", "input", "history", "source")  # keys that rows of a format may lack
 UTF8_BOM = b"\xef\xbb\xbf"
 AS_NULL = "values, read as null"  # ends what is noted of them
 WHITESPACE = re.compile(r"\s*")

@@ -1,8 +1,8 @@
 import pytest
 
-from sft_play.data.formats import FORMATS, Conversation, convert, detect_format
-from sft_play.data.rows import Row
 from sft_play.errors import DataError
+from sft_play.rows.formats import FORMATS, Conversation, convert, detect_format
+from sft_play.rows.json_files import Row
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -245,6 +245,16 @@ def test_a_blank_turn_that_carries_no_loss_is_context():
         assert (
             converted({"messages": [USER, {**turn, "weight": 1}, USER, ASSISTANT]}) == "blank assistant turn"
         )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_example_of_a_format_is_of_that_format_and_of_no_other(name):
+    known, row = FORMATS[name], Row(FORMATS[name].example, "f", 1)
+    assert set(known.keys) <= set(known.example) <= {*known.keys, *known.others}
+    if known.detected:
+        assert detect_format(row) == name
+    converted = convert(row, name)
+    assert isinstance(converted, Conversation) and bool(converted.messages) == bool(known.reader)
 
 
 def test_an_unknown_format_lists_the_known_ones():

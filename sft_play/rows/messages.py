@@ -4,9 +4,9 @@ import json
 from itertools import cycle
 from typing import Any
 
-from sft_play.data.strict_json import parse, without_nulls
-from sft_play.data.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
 from sft_play.errors import kind_of
+from sft_play.rows.strict_json import parse, without_nulls
+from sft_play.rows.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
 
 Message = dict[str, Any]
 

@@ -11,9 +11,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft_play.data.rows import Row, as_null, decoding
-from sft_play.data.strict_json import parse
 from sft_play.errors import DataError, first_line
+from sft_play.rows.formats import FORMATS
+from sft_play.rows.json_files import Row, as_null, decoding
+from sft_play.rows.strict_json import parse
 from sft_play.units import counted
 
 SEPARATORS = ",;\t|"
@@ -21,6 +22,7 @@ ROW_NUMBER = re.compile(r"-?\d+")
 NUMBERED = "with their number in a first column without a name, which is left out"
 BATCH_ROWS = 1000
 JSON_TEXT = "arrow.json"
+JSON_COLUMNS = {known.prompt for known in FORMATS.values() if known.prompt and not known.answer} | {"tools"}
 AS_IN_JSON, AS_TEXT = (str, int, type(None)), (date, time, timedelta, Decimal)
 ARROW_FILE = b"ARROW1"  # how an Arrow file begins that is no stream
 
@@ -88,7 +90,7 @@ def _record(header: Sequence[str], cells: Sequence[str], where: str) -> dict[str
             "what has separators or line breaks in it belongs in double quotes"
         )
     record: dict[str, Any] = dict(zip(header, cells, strict=True))
-    for key in {"messages", "conversations", "tools"} & record.keys():
+    for key in JSON_COLUMNS & record.keys():
         try:
             record[key] = parse(record[key]) if record[key] else None
         except ValueError as error:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sft_play.data.strict_json import without_nulls
+from sft_play.rows.strict_json import without_nulls
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")  # in the text, of LLaMA-Factory and ms-swift
