@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
@@ -27,6 +27,41 @@ LONGEST = "max"  # what is asked, unless it is a number of tokens
 
 Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
 Engine = tuple[str, int]  # and its replicas
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row of a run that fits, and the plan for rows of that length, or of the asked one."""
+
+    longest: int | None  # tokens; None if not even the shortest fits
+    limit: Literal["positions", "memory"]
+    sequence_ranks: int
+    fits: bool | None  # whether the length that is asked does; None if none is
+    plan: Plan | None
+    tokens_per_second: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of the table: `fits` if a length is asked, and the key numbers of the plan, if any."""
+        row: dict[str, Any] = {"longest": self.longest, "limit": self.limit}
+        row["sequence_ranks"] = self.sequence_ranks
+        if self.fits is not None:
+            row["fits"] = self.fits
+        if self.plan is None or self.plan.memory is None:
+            return row
+        plan, memory = self.plan, self.plan.memory
+        return row | {
+            "row_tokens": plan.max_seq_len,
+            "engine": plan.engine,
+            "replicas": plan.replicas,
+            "effective_batch_size": plan.effective_batch_size,
+            "activations": plan.activations,
+            "mlp_tiles": plan.mlp_tiles,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes": memory.peak_bytes,
+            "process_bytes": memory.process_bytes,
+            "budget_bytes": memory.budget_bytes,
+            "host_bytes": memory.host.needed_bytes if memory.host else None,
+        }
 
 
 @dataclass
@@ -77,8 +112,8 @@ def position_limit(architecture: Architecture) -> int | None:
 
 def longest_row(
     request: Request, asked: int | None, *, first: int | None = None, tried: Tried | None = None
-) -> dict[str, Any]:
-    """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
+) -> LongestRow:
+    """The longest row that fits, one in a micro-batch, with the plan for it.
 
     Args:
         request: the run; its effective batch stays, or grows to a row for each process.
@@ -102,19 +137,19 @@ def longest_row(
     longest = longest_multiple(use, most, first=first)
     if fits and asked and asked > (longest or 0):  # between two multiples
         longest = asked
-    row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
-    row["sequence_ranks"] = request.config.parallel.sequence_ranks
-    if asked is not None:
-        row["fits"] = fits
     shown = longest if asked is None else asked
-    if not shown or fits is False:
-        return row
-    return row | _at(_with_rows_of(request, shown), tight=shown == longest != most)
+    plan = speed = None
+    if shown and fits is not False:
+        rows = _with_rows_of(request, shown)
+        plan = _plan_of(rows, tight=shown == longest != most)
+        speed = rows.facts.tokens_per_second(plan)
+    limit: Any = "positions" if longest == most else "memory"
+    return LongestRow(longest, limit, request.config.parallel.sequence_ranks, fits, plan, speed)
 
 
 def longest_divided_row(
-    request: Request, asked: int | None, *, whole: dict[str, Any], tried: Tried
-) -> dict[str, Any] | None:
+    request: Request, asked: int | None, *, whole: LongestRow, tried: Tried
+) -> LongestRow | None:
     """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
 
     The larger a group, the fewer tokens has a process, so the largest are searched. Smaller ones reach as far
@@ -130,25 +165,24 @@ def longest_divided_row(
         As `longest_row`; None if whole rows are enough, if none fits, if there are no groups, or if the
         config says how large they are.
     """
-    enough = whole["limit"] == "positions" if asked is None else whole["fits"]
-    if request.config.parallel.sequence_parallel_size != "auto" or not whole["longest"] or enough:
-        return None
+    reached = whole.longest or 0
+    enough = whole.limit == "positions" if asked is None else whole.fits
     sizes = group_sizes(request.config, request.architecture, request.processes, request.on_machines)
-    if not sizes:
+    if request.config.parallel.sequence_parallel_size != "auto" or not reached or enough or not sizes:
         return None
 
-    def found(size: int) -> dict[str, Any]:
-        return longest_row(request.in_groups_of(size), asked, first=whole["longest"] * size, tried=tried)
+    def found(size: int) -> LongestRow:
+        return longest_row(request.in_groups_of(size), asked, first=reached * size, tried=tried)
 
     def reaches(size: int, tokens: int) -> bool:
         return _use(_with_rows_of(request.in_groups_of(size), tokens), tried) <= 1
 
     with suppress(ConfigError):  # for the model, or for a setting
         row = found(sizes[-1])
-        if row["longest"] and row["limit"] == "positions":
-            smaller = next((size for size in sizes[:-1] if reaches(size, row["longest"])), None)
+        if row.longest and row.limit == "positions":
+            smaller = next((size for size in sizes[:-1] if reaches(size, row.longest)), None)
             row = found(smaller) if smaller else row
-        return row if (row["longest"] or 0) > whole["longest"] else None
+        return row if (row.longest or 0) > reached else None
     return None
 
 
@@ -158,8 +192,8 @@ def _with_rows_of(request: Request, tokens: int) -> Request:
     return request.changed(facts=facts).with_batch_for(request.processes)
 
 
-def _at(request: Request, *, tight: bool) -> dict[str, Any]:
-    """The key numbers of the plan, with one row in a micro-batch.
+def _plan_of(request: Request, *, tight: bool) -> Plan:
+    """The plan with one row in a micro-batch.
 
     If it is `tight`, with MLPs in tiles, since such a plan is the only one that fits.
     """
@@ -167,25 +201,11 @@ def _at(request: Request, *, tight: bool) -> dict[str, Any]:
     drafts = leanest(candidates(run))
     kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
     tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
-    plan = fastest_plan(
-        run,
-        lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
-        explain=False,
-    )
-    assert plan.memory
-    return {
-        "row_tokens": run.facts.longest_row,
-        "engine": plan.engine,
-        "replicas": plan.replicas,
-        "effective_batch_size": plan.effective_batch_size,
-        "activations": plan.activations,
-        "mlp_tiles": plan.mlp_tiles,
-        "tokens_per_second": run.facts.tokens_per_second(plan),
-        "peak_bytes": plan.memory.peak_bytes,
-        "process_bytes": plan.memory.process_bytes,
-        "budget_bytes": plan.memory.budget_bytes,
-        "host_bytes": plan.memory.host.needed_bytes if plan.memory.host else None,
-    }
+
+    def as_lean(draft: Plan) -> bool:
+        return (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles
+
+    return fastest_plan(run, as_lean, explain=False)
 
 
 def _use(request: Request, tried: Tried) -> float:
@@ -264,13 +284,15 @@ def longest_rows(
                 run, tried = in_mode.with_offload(place), Tried()
                 head = {"mode": mode, "processes": request.processes, "offload": place}
                 try:
-                    found = longest_row(run, asked, tried=tried)
-                    divided = longest_divided_row(run, asked, whole=found, tried=tried)
+                    whole = longest_row(run, asked, tried=tried)
+                    divided = longest_divided_row(run, asked, whole=whole, tried=tried)
                 except (ConfigError, DoesNotFitError) as error:
-                    found, divided = {"longest": None, "problem": str(error).splitlines()[0]}, None
+                    found, limit = [{"longest": None, "problem": str(error).splitlines()[0]}], None
+                else:
+                    found, limit = [row.to_json() for row in (whole, divided) if row], whole.limit
                 advance(1)
-                if place == "none" or request.config.parallel.offload == place or found["longest"]:
-                    rows += [head | row for row in (found, divided) if row]
-                if found.get("limit") == "positions":
+                if place == "none" or request.config.parallel.offload == place or found[0]["longest"]:
+                    rows += [head | row for row in found]
+                if limit == "positions":
                     break
     return rows

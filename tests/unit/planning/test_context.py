@@ -8,7 +8,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import what_if
 from sft_play.planning import context
 from sft_play.planning.candidates import candidates
-from sft_play.planning.context import GRAIN, longest_multiple, longest_row, longest_rows
+from sft_play.planning.context import GRAIN, LongestRow, longest_multiple, longest_row, longest_rows
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
@@ -102,37 +102,37 @@ def test_the_longest_row_fits_and_the_next_multiple_does_not():
     """By the plans that a run of such rows gets."""
     asked = request(config(batch_size=1, gradient_checkpointing=True), architecture(10**6))
     found = longest_row(asked, None)
-    assert found["limit"] == "memory" and found["longest"] == found["row_tokens"] > 10 * GRAIN
-    assert found["process_bytes"] <= found["budget_bytes"]
+    assert found.limit == "memory" and found.longest == found.plan.max_seq_len > 10 * GRAIN
+    assert found.plan.memory.fits
 
     def micro_batch(tokens: int) -> int:
         rows = asked.changed(facts=DataFacts.full_rows(tokens, 0))
         return fastest_plan(rows, explain=False).micro_batch_size
 
-    assert micro_batch(found["longest"]) == 1
+    assert micro_batch(found.longest) == 1
     with pytest.raises(Exception, match="does not fit"):
-        micro_batch(found["longest"] + GRAIN)
+        micro_batch(found.longest + GRAIN)
 
 
 def test_a_model_that_is_too_large_without_any_row_is_traced_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))  # in which no earlier test has traced it
     traces = shared_traces(large := architecture(10**6, vocab_size=2**24))  # two matrices of 2 GiB
     run = config(batch_size=1, gradient_checkpointing=True)
-    assert longest_row(request(run, large), 4096)["fits"] is False
+    assert longest_row(request(run, large), 4096).fits is False
     assert traces.count == 1
 
 
 @pytest.mark.thorough
 def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
     found = longest_row(request(config(), architecture(4096)), 1000)
-    assert (found["longest"], found["limit"]) == (4096, "positions")
-    assert found["fits"] and found["row_tokens"] == 1000 and found["tokens_per_second"] > 0
+    assert (found.longest, found.limit) == (4096, "positions")
+    assert found.fits and found.plan.max_seq_len == 1000 and found.tokens_per_second > 0
 
 
 @pytest.mark.slow
 def test_a_length_that_does_not_fit_has_no_plan():
     found = longest_row(request(config(), architecture(10**6)), 999_999)
-    assert found["fits"] is False and found["longest"] < 999_999 and "engine" not in found
+    assert found.fits is False and found.longest < 999_999 and found.plan is None
 
 
 def divided(run, model, processes: int, asked=None):
@@ -151,10 +151,10 @@ def on_ddp(memory_gib: float, **train):
 def test_groups_reach_farther_and_the_next_multiple_does_not_fit():
     run, model = on_ddp(1.7), architecture(10**6)
     whole, found = divided(run, model, 4)
-    assert (whole["sequence_ranks"], found["sequence_ranks"]) == (1, 4)  # of 4 heads
-    assert found["limit"] == "memory" and found["longest"] > 2 * whole["longest"] > 0
-    assert found["process_bytes"] <= found["budget_bytes"] and found["tokens_per_second"] > 0
-    for tokens, fits in ((found["longest"], True), (found["longest"] + GRAIN, False)):
+    assert (whole.sequence_ranks, found.sequence_ranks) == (1, 4)  # of 4 heads
+    assert found.limit == "memory" and found.longest > 2 * whole.longest > 0
+    assert found.plan.memory.fits and found.tokens_per_second > 0
+    for tokens, fits in ((found.longest, True), (found.longest + GRAIN, False)):
         rows = request(run, model, 4).in_groups_of(4).changed(facts=DataFacts.full_rows(tokens, 0))
         assert (context._use(rows, context.Tried()) <= 1) == fits
 
@@ -167,7 +167,8 @@ def _linear(monkeypatch):
         return 0.2 + request.facts.longest_row / request.config.parallel.sequence_ranks / 100_000
 
     monkeypatch.setattr(context, "_use", use)
-    monkeypatch.setattr(context, "_at", lambda request, tight: {"row_tokens": request.facts.longest_row})
+    monkeypatch.setattr(context, "_plan_of", lambda request, tight: request.facts.longest_row)
+    monkeypatch.setattr(DataFacts, "tokens_per_second", lambda facts, plan: None)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +184,10 @@ def _linear(monkeypatch):
 )
 def test_the_smallest_groups_that_reach_as_far_are_named(_linear, positions, asked, reached, limit, ranks):
     whole, found = divided(on_ddp(1.7), architecture(positions), 4, asked)
-    assert whole["longest"] == 79_872
-    assert (found["longest"], found["limit"], found["sequence_ranks"]) == (reached, limit, ranks)
-    assert found.get("fits") == (True if asked else None)
-    assert found["row_tokens"] == (asked or reached)
+    assert whole.longest == 79_872
+    assert (found.longest, found.limit, found.sequence_ranks) == (reached, limit, ranks)
+    assert found.fits == (True if asked else None)
+    assert found.plan == (asked or reached)
 
 
 def test_tokens_are_not_divided_for_nothing(_linear):
@@ -201,7 +202,7 @@ def test_tokens_are_not_divided_for_nothing(_linear):
 
 def test_what_cannot_be_divided_has_no_such_row():
     run = on_ddp(1.7, padding_free=False)
-    whole = {"longest": GRAIN, "limit": "memory"}
+    whole = LongestRow(GRAIN, "memory", 1, None, None, None)
     asked = request(run, architecture(10**6), 4)
     assert context.longest_divided_row(asked, None, whole=whole, tried=context.Tried()) is None
 
@@ -211,7 +212,8 @@ def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_
         if request.config.tuning.mode == "qlora":
             raise ConfigError("fused experts")
         in_ram = request.config.parallel.offload == "ram"
-        return {"longest": 5 * GRAIN * request.processes * (1 + in_ram), "limit": "memory"}
+        longest = 5 * GRAIN * request.processes * (1 + in_ram)
+        return LongestRow(longest, "memory", 1, None, None, None)
 
     monkeypatch.setattr(context, "longest_row", answer)
     run, steps = config().changed({"parallel.offload": "auto"}), []
