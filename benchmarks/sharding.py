@@ -50,6 +50,7 @@ from benchmarks.sharded_cases import (
     mixed,
     some_gathered,
 )
+from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
@@ -57,7 +58,6 @@ from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
 from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
-from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.trace import (
     forward,

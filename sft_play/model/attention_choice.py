@@ -12,8 +12,7 @@ from transformers.utils import import_utils
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import setting
 from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
-from sft_play.reasons import Padded
-from sft_play.report.reasons import padding_cause
+from sft_play.reasons.method import Padded
 from sft_play.units import SIXTEEN_BIT
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
@@ -189,7 +188,7 @@ def why_padded(
             asked = "train.packing=true" if packing else "train.padding_free=true"
             remedy = "train.packing=false" if packing else "train.padding_free=auto"
             raise ConfigError(
-                f"{asked} joins rows end to end, but {padding_cause(mixes)}; set {remedy}, which pads them"
+                f"{asked} joins rows end to end, but {mixes.why()}; set {remedy}, which pads them"
             )
         return None
     return mixes or (None if ATTENTIONS[attention_name].boundaries else Padded("attention", attention_name))

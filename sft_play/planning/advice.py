@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.methods import lighter_modes
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -87,8 +88,8 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
     if config.parallel.reshard_after_forward is False:
         yield [{"parallel.reshard_after_forward": "auto"}]
     yield _divisions(request)
-    if train.optimizer == "adamw":
-        yield [{"train.optimizer": "adamw_8bit"}]
+    if lighter_states := OPTIMIZERS[train.optimizer].lighter:
+        yield [{"train.optimizer": lighter_states}]
     device = request.device
     if config.tuning.mode == "full" and device.bf16 and choose_precision(config, device)[0] == "float32":
         yield [{"model.dtype": "bfloat16"}]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from sft_play.config.methods import PAGED
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
@@ -12,7 +12,8 @@ from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
-from sft_play.reasons import Precision, Reason
+from sft_play.reasons.method import Precision
+from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
@@ -81,17 +82,17 @@ def require_possible(config: RunConfig, device: Device) -> None:
         config.require_compatible()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    asked, optimizer = config.parallel.engine, config.train.optimizer
+    asked, unpaged = config.parallel.engine, OPTIMIZERS[config.train.optimizer].unpaged
     problem = engine_of(asked).problem(config) if asked != "auto" else None
     problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
     if asked != "auto" and engine_of(asked).joins_trained:
         problem = problem or _several_types(config, device)
     if problem:
         raise ConfigError(problem)
-    if optimizer.startswith(PAGED) and device.kind == "cpu":
+    if unpaged and device.kind == "cpu":
         raise ConfigError(
-            f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
-            f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
+            f"train.optimizer={config.train.optimizer}: states can be paged on a GPU only, and this is "
+            f"{device.name}; use {unpaged}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from sft_play.config.methods import PAGED
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
@@ -14,21 +14,23 @@ from sft_play.planning.compiled import compiled_reasons
 from sft_play.planning.devices import training_threads
 from sft_play.planning.request import Request
 from sft_play.planning.speed import collectives_of, device_name, links_of, only_while_busy, profile_of
-from sft_play.reasons import (
+from sft_play.reasons.evidence import (
     Communication,
+    OnlyWhileBusy,
+    ProfileSource,
+    ScratchOffRule,
+    SecondsOfEarlierRun,
+)
+from sft_play.reasons.method import (
     Decomposed,
     LayerKernels,
     LoraPlus,
     Noise,
-    OnlyWhileBusy,
     OptimizerStates,
-    ProfileSource,
     Ranks,
-    Reason,
-    ScratchOffRule,
-    SecondsOfEarlierRun,
     Unproven,
 )
+from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.corrections import Record, reasons_of
@@ -122,13 +124,12 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
 
     Steps may have to be traced to count the trained elements.
     """
-    optimizer, lora = config.train.optimizer, config.tuning.lora
-    if optimizer != "adamw" and plan.memory is not None:
+    optimizer, lora = OPTIMIZERS[config.train.optimizer], config.tuning.lora
+    if optimizer.name != DEFAULT and plan.memory is not None:
         states, paged = plan.memory.phase_terms["forward"]["optimizer"], None
-        if optimizer.startswith(PAGED):
-            each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
-            paged = each * trained_elements() - states
-        yield OptimizerStates(optimizer, states, paged)
+        if optimizer.unpaged:
+            paged = optimizer.moments * optimizer.bits // 8 * trained_elements() - states
+        yield OptimizerStates(optimizer.name, states, paged)
     if config.tuning.mode != "full" and lora.rank_pattern:
         yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
     if config.tuning.mode != "full" and lora.plus_ratio:

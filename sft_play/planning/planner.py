@@ -23,8 +23,9 @@ from sft_play.planning.request import Request
 from sft_play.planning.search import TIE, choose_plan
 from sft_play.planning.sequence import group_sizes
 from sft_play.planning.speed import profile_of
-from sft_play.reasons import AssumedRows, Reason, TokensDivided, UnknownFreeMemory, Untraceable
-from sft_play.report.reasons import sentence, sentences
+from sft_play.reasons.choices import TokensDivided
+from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
+from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.corrections import corrected_estimator, records_of
 
@@ -81,7 +82,7 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
     reason = TokensDivided(chosen.sequence_ranks, tuple(slower), ruled_out)
-    return replace(chosen, why=(*chosen.why, sentence(reason)))
+    return replace(chosen, why=(*chosen.why, str(reason)))
 
 
 def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
@@ -112,7 +113,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
-    return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *more]))
+    return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *more])))
 
 
 def _assumed_rows(request: Request) -> list[Reason]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from sft_play.plan import HostMemory, Memory, Plan
-from sft_play.report.reasons import ACTIVATIONS
+from sft_play.reasons.choices import ACTIVATIONS
 from sft_play.units import counted, format_bytes
 
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.reasons.evidence import link_text
 from sft_play.report.layout import Bar, apart, bullets, columns
-from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import NamedValues, Words
 from sft_play.spelling import as_typed

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.plan import EARLIER
+from sft_play.reasons.choices import ranks_text
 from sft_play.report.layout import apart, columns, ending
-from sft_play.report.reasons import ranks_text
 from sft_play.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 

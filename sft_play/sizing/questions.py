@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sft_play.choices import optimizers
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS, NAME
-from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
+from sft_play.reasons.method import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
 from sft_play.sizing.step import StepSpec
 from sft_play.units import format_bytes
 
@@ -29,10 +30,8 @@ def hidden_size(config: "PretrainedConfig") -> int:
 
 
 def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:
-    """As `optimizers.state_bytes`."""
-    from sft_play.sizing.optimizers import state_bytes
-
-    return state_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
+    """As in `choices.optimizers`."""
+    return optimizers.state_bytes(optimizer, device, elements)
 
 
 def trained_elements(

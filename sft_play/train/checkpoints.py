@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
@@ -125,7 +126,7 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     """
     if is_split_as(checkpoint, engine_of(plan.engine), processes):
         return False
-    if config.train.optimizer == "adamw":
+    if "cut" in OPTIMIZERS[config.train.optimizer].divided:
         return True
     saved, found = saved_by(checkpoint), "in one piece"
     count, engine = plan.world_size, next(known for known in ENGINES if known.distributes)

@@ -9,7 +9,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
@@ -203,7 +203,6 @@ EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # others have the names that transformers gives them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -290,13 +289,13 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
 
 
 def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    train = config.train
+    train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
     return dict(
         learning_rate=plan.learning_rate,
         # a schedule-free optimizer does the warmup itself
-        lr_scheduler_type="constant" if train.optimizer == SCHEDULE_FREE else SCHEDULES[train.lr_schedule],
+        lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
         warmup_steps=warmup_steps(train.warmup_ratio, plan.total_steps),
-        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
+        optim=optimizer.trainer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         router_aux_loss_coef=train.router_aux_loss_coef,

@@ -17,7 +17,7 @@ FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")
 FLOORS = [
     ["spelling", "secrets"],
     ["__init__", "errors", "files", "extras", "fingerprints", "resources", "screen", "units"],
-    ["rows"],
+    ["choices", "rows"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],

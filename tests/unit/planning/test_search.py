@@ -10,15 +10,15 @@ from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import (
+from sft_play.reasons.choices import (
     Activations,
     EngineChoice,
     GatheredWeights,
-    MasterWeights,
     MicroBatch,
     Offload,
     OtherKind,
 )
+from sft_play.reasons.method import MasterWeights
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
