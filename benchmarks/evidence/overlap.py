@@ -29,9 +29,9 @@ from sft_play.planning.clock import StepSeconds, batches_of, mean_micro_batch, m
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.request import Request
 from sft_play.planning.speed import Collectives, collectives_of, derived_profile
-from sft_play.runlog import console
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import work_of_plans
+from sft_play.ui.console import console
 from sft_play.work import Work
 
 ROWS, FILE = Path(__file__).with_suffix(".json"), RESULTS / "overlap.json"

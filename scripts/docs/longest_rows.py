@@ -18,8 +18,8 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.report.context import group_of
-from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.console import console, quiet_libraries
 
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
 MODELS = ("meta-llama/Llama-3.1-8B",)

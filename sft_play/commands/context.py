@@ -14,8 +14,8 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.report.context import context_report, problem_of
-from sft_play.report.progress import progress_bar
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
 LEAST = 2  # tokens of a row: of a single one, nothing is predicted

@@ -16,11 +16,11 @@ from sft_play.planning.sequence import require_divisible
 from sft_play.planning.speed import host_link
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons.reason import Reason
-from sft_play.report.progress import describe
 from sft_play.sizing import questions
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.corrections import corrected_estimator, records_of
 from sft_play.sizing.estimator import estimator
+from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
 
