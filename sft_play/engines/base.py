@@ -72,7 +72,6 @@ class Engine:
     weights_on_disk = False  # with `parallel.nvme_path`, too
     replicates = False  # each machine may divide a whole model among its processes
     for_the_asking = False  # `parallel.engine=auto` leaves it out
-    answers_together = False  # the processes that trained also generate
     regathers = False  # also what belongs to no layer, for the backward pass
     wraps_shards = False  # accelerate wraps a model that is divided already
     joins_trained = False  # to one vector, so that all that is trained must have one type

@@ -29,7 +29,7 @@ class Fsdp2(Sharded):
     name, label, target, mark = "fsdp2", "FSDP2", "train-fsdp", "f"
     principle = "divides weights, gradients and optimizer states among the processes"
     distributed_type = "MULTI_GPU"
-    answers_together = replicates = can_defer = can_keep_gathered = True
+    replicates = can_defer = can_keep_gathered = True
     offloads = ("ram",)
 
     def problem(self, config: RunConfig) -> str | None:
