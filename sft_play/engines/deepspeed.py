@@ -5,9 +5,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import psutil
@@ -18,7 +17,6 @@ from sft_play.resources import CONFIGS
 
 UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")  # settings of stage 3
 AUTO = "auto"  # the trainer fills it in from its own arguments
-BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
 BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
 
 
@@ -162,30 +160,6 @@ def _at(tree: Any, dotted: str) -> Any:
 def extensions_folder() -> Path:
     """Where PyTorch stores compiled extensions (torch.utils.cpp_extension)."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-
-
-@contextlib.contextmanager
-def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Within it, an extension that DeepSpeed has not loaded after BUILD_IS_SLOW_S is said to be compiled."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    load = OpBuilder.jit_load
-
-    def told(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        text = f"DeepSpeed compiles its extension {builder.name}, once, which may take minutes"
-        timer = Timer(BUILD_IS_SLOW_S, say, [text])
-        timer.daemon = True
-        timer.start()
-        try:
-            return load(builder, *args, **kwargs)
-        finally:
-            timer.cancel()
-
-    OpBuilder.jit_load = told
-    try:
-        yield
-    finally:
-        OpBuilder.jit_load = load
 
 
 def clear_abandoned_locks(folder: Path) -> list[Path]:

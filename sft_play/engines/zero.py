@@ -10,6 +10,7 @@ from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
+from sft_play.upstream.deepspeed import slow_builds_told
 
 # What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
 LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
@@ -50,7 +51,7 @@ class Zero(Engine):
 
     def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """Says when DeepSpeed compiles an extension."""
-        return deepspeed.slow_builds_told(say)
+        return slow_builds_told(say)
 
     def require_agreement(self, config: RunConfig, plan: Plan) -> None:
         """Checks the DeepSpeed config."""
