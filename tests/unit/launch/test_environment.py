@@ -36,7 +36,7 @@ KEPT = {
         ("ACCELERATE_USE_CPU", "true", "CUDA_VISIBLE_DEVICES decides"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "parallel.engine decides"),
         ("FSDP_VERSION", "2", "parallel.engine decides"),
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", "configs/deepspeed_z2.json decides"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", "the DeepSpeed config of the run decides"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7", "the plan decides"),
         ("ACCELERATE_TORCH_DEVICE", "cpu", "the plan decides"),
         ("DEEPSPEED_TIMEOUT", "1", "parallel.timeout_s decides"),
