@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from sft_play.choices.kernels import FLOAT8, LAYERS
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.model import float8, liger
 from sft_play.plan import Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of
 from sft_play.planning.compiled import require_compilable, require_compiler
@@ -71,11 +71,11 @@ def _require_kernels(request: Request) -> None:
     """Refuses kernels and compiled layers that device or model cannot run, or that are missing here."""
     train, device, here = request.config.train, request.device, not request.machine.what_if
     require_compiler(request.config, device, here=here)
-    if train.float8:
-        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
-    if train.kernels == "liger":
-        liger.require_runnable(device.kind, device.compute_capability, here=here)
-        request.architecture.ask(questions.require_liger_modules)
+    asked = [FLOAT8] if train.float8 else []
+    for option in [*asked, *(row for name, row in LAYERS.items() if name == train.kernels)]:
+        option.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+    if train.kernels in LAYERS:
+        request.architecture.ask(questions.modules_served, train.kernels)
 
 
 def _attention(request: Request) -> str:

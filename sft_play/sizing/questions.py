@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sft_play.choices import optimizers
+from sft_play.choices.kernels import LAYERS
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS, NAME
@@ -144,22 +145,21 @@ def tiled_mlps(config: "PretrainedConfig") -> int:
         return 0
 
 
-def require_liger_modules(config: "PretrainedConfig") -> int:
-    """How many modules of the model Liger's kernels serve.
+def modules_served(config: "PretrainedConfig", kernels: str) -> int:
+    """How many modules of the model these kernels of `train.kernels` serve.
 
     Raises:
         ConfigError: none.
     """
-    from sft_play.model import liger
     from sft_play.model.architecture import empty_model
     from sft_play.model.layer_forward import replace_forwards
 
-    if count := replace_forwards(empty_model(config), liger.NAME):
+    if count := replace_forwards(empty_model(config), kernels):
         return count
+    row = LAYERS[kernels]
     raise ConfigError(
-        f"train.kernels=liger: none of {config.model_type}'s modules are those that Liger's kernels compute "
-        f"(norms, rotary embeddings and gated layers as of {', '.join(liger.EXAMPLES)}); allowed for it: "
-        "auto, own"
+        f"{row.setting}: none of {config.model_type}'s modules are those that {row.label} compute "
+        f"({row.serves} as of {', '.join(row.examples)}); allowed for it: auto, own"
     )
 
 
