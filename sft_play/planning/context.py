@@ -19,7 +19,6 @@ from sft_play.planning.fewest import with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
 from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
 from sft_play.planning.sequence import group_sizes
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
@@ -71,11 +70,6 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
     raise AssertionError("the bracket closes")
 
 
-def position_limit(architecture: Architecture) -> int | None:
-    """The positions that the model has; None if it does not say."""
-    return architecture.ask(questions.position_limit)
-
-
 def longest_row(
     config: RunConfig,
     architecture: Architecture,
@@ -100,7 +94,7 @@ def longest_row(
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
     """
-    positions = position_limit(architecture)
+    positions = architecture.facts.position_limit
     most = positions or MAX_UNSTATED
     known: dict[int, float] = {}
     seen = tried or Tried()

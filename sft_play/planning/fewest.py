@@ -13,7 +13,6 @@ from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.groups import fits_in_groups
 from sft_play.planning.run import plan_run
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
@@ -62,7 +61,7 @@ def fewest_gpus(
     if allowed[:1] == [1] and fits(1):
         return 1
     found, asked = _first(allowed, fits), Architecture.of(architecture)
-    if found or not allowed or asked.ask(questions.padded_share, allowed[-1]) <= PADDED:
+    if found or not allowed or asked.modules.padded_share(allowed[-1]) <= PADDED:
         return found
     return next(filter(fits, allowed), None)
 

@@ -21,7 +21,7 @@ from sft_play.planning.measured_speed import SpeedOf, corrected_clock, speeds_of
 from sft_play.planning.profile import DeviceProfile
 from sft_play.planning.reach import within_reach
 from sft_play.planning.search import choose_plan
-from sft_play.planning.sequence import require_divisible
+from sft_play.planning.sequence import require_divisible, why_padded
 from sft_play.planning.speed import (
     collectives_of,
     device_name,
@@ -62,6 +62,7 @@ from sft_play.sizing.corrections import (
     records_of,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
+from sft_play.sizing.model_facts import require_packable
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 
@@ -100,7 +101,7 @@ def plan_run(
     device, architecture = training_device(machine), Architecture.of(model_config)
     _require_kernels(config, architecture, device, here=not machine.what_if)
     machines = machines or machines_of(machine, processes)
-    layers = len(architecture.ask(questions.layer_kinds)) if mix else 0
+    layers = len(architecture.modules.layer_kinds) if mix else 0
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
@@ -208,7 +209,7 @@ def _require_kernels(config: RunConfig, architecture: Architecture, device: Devi
         float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
     if config.train.kernels == "liger":
         liger.require_runnable(device.kind, device.compute_capability, here=here)
-        architecture.ask(questions.require_liger_modules)
+        liger.require_modules(architecture.facts.model_type, architecture.modules.liger_modules)
 
 
 def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
@@ -235,7 +236,7 @@ def layer_kernels(
         return []
     try:
         liger.require_runnable(plan.device, plan.compute_capability, here=False)
-        modules = architecture.ask(questions.require_liger_modules)
+        liger.require_modules(architecture.facts.model_type, architecture.modules.liger_modules)
     except ConfigError:  # nobody asked for them
         return []
     peaks = {}
@@ -245,7 +246,7 @@ def layer_kernels(
     saved = peaks["own"] - peaks["liger"]
     if asked == "auto" and saved <= 0:
         return []
-    return [LayerKernels("off" if asked == "auto" else "liger", modules, saved)]
+    return [LayerKernels("off" if asked == "auto" else "liger", architecture.modules.liger_modules, saved)]
 
 
 def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reason]:
@@ -285,22 +286,22 @@ def allowed_plans(
         ConfigError: settings contradict each other, the model or the device.
     """
     architecture, train = Architecture.of(model_config), config.train
-    if train.router_aux_loss_coef and not architecture.ask(questions.balances_experts):
+    if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
-            f"{architecture.config.model_type} is not one whose routers can be asked; leave it at 0"
+            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
         )
     quantized = config.tuning.mode == "qlora"
-    packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
+    packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
     attention = _attention(config, architecture, device)
     require_compilable(config, architecture, attention, device)
-    padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
+    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
     require_divisible(config, architecture, attention, padded, processes, machines)
-    hidden_size = architecture.ask(questions.hidden_size)
-    tiles = may_tile(config, facts.longest_row) and architecture.ask(questions.tiled_mlps) > 0
+    hidden_size = architecture.facts.hidden_size
+    tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
     if train.mlp_tiles not in ("auto", 1) and not tiles:
         raise ConfigError(
-            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.config.model_type} have no MLP "
+            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.facts.model_type} have no MLP "
             "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
         )
     drafts = draft_plans(
