@@ -21,7 +21,8 @@ from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
 from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights import finished_weights
 from sft_play.report.layout import ending
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import SHORT_NAMES, format_bytes
 
 EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it may be overwritten

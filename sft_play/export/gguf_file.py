@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from sft_play.export import architecture, vocabulary, weights
-from sft_play.report.progress import progress_bar
+from sft_play.ui.progress import progress_bar
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
