@@ -26,11 +26,6 @@ from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.planning.divided import most_of_a_rank
-<<<<<<< HEAD
-from sft_play.runlog import warn
-=======
-from sft_play.sizing import questions
->>>>>>> main
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
