@@ -3,6 +3,8 @@
 They are not accepted, since some mean something slightly different there; messages name ours instead.
 """
 
+from sft_play.choices.engines import SEVERAL
+
 # Where a value of theirs would mean nothing here, the entry has the value too.
 ALIASES = {
     "model_name_or_path": "model.name",
@@ -55,8 +57,7 @@ ALIASES = {
     "gradient_clipping": "train.max_grad_norm",
     "save_total_limit": "train.keep_checkpoints",
     "resume_from_checkpoint": "train.resume=auto",
-    "deepspeed": "parallel.engine=deepspeed_z2",
-    "fsdp": "parallel.engine=fsdp2",
+    **{alias: f"parallel.engine={row.name}" for row in SEVERAL.values() for alias in row.aliases},
     "per_device_eval_batch_size": "eval.batch_size",
     "output_dir": "output.dir",
     "run_name": "output.name",
