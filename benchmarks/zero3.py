@@ -48,9 +48,9 @@ from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.engines.registry import engine_of
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step, trained_parameters
+from sft_play.ui.console import console
 
 WORLD, CASES, STEPS, COUNTED = 2, 20, 5, 3
 STAGE, LATE = 3, "late"

@@ -30,9 +30,9 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.screen import NamedValues
 from sft_play.spelling import as_typed
+from sft_play.ui.progress import PLANNING, spinner
+from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"

@@ -38,11 +38,11 @@ from sft_play.reasons.evidence import AssumedRows, DrawnLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.progress import PLANNING, progress_bar, spinner
 from sft_play.report.training import training_command
-from sft_play.runlog import quiet_libraries
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.ui.console import quiet_libraries
+from sft_play.ui.progress import PLANNING, progress_bar, spinner
 from sft_play.units import counted
 
 

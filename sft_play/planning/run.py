@@ -51,7 +51,6 @@ from sft_play.reasons.method import (
     Unproven,
 )
 from sft_play.reasons.reason import Reason
-from sft_play.report.progress import describe
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
@@ -63,6 +62,7 @@ from sft_play.sizing.corrections import (
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
 from sft_play.sizing.step import StepSpec
+from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
 

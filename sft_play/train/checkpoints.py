@@ -33,9 +33,10 @@ from sft_play.manifest import (
 )
 from sft_play.model.files import foreign_weights
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
+from sft_play.ui.console import warn
 
 STATE = "trainer_state.json"
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")

@@ -17,10 +17,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.engines.stored import whole_elements
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
-from sft_play.runlog import RunDir, warn
+from sft_play.runlog import RunDir
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
+from sft_play.ui.console import warn
 from sft_play.units import format_bytes
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}

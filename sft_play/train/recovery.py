@@ -23,12 +23,13 @@ from sft_play.machine.process import handling
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.reasons.choices import EffectiveBatch
-from sft_play.runlog import console, read_json
+from sft_play.runlog import read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
+from sft_play.ui.console import console
 from sft_play.units import counted
 
 

@@ -30,7 +30,6 @@ from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.batch import nearest_multiples
 from sft_play.planning.speed import peak_flops
-from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, RamWatch, Reporter
@@ -42,6 +41,7 @@ from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, valid
 from sft_play.train.trackers import trackers
 from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
+from sft_play.ui.progress import LOADING, spinner
 
 
 @dataclass(frozen=True)

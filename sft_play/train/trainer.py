@@ -16,7 +16,6 @@ from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.recomputation import adjust
-from sft_play.runlog import warn
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.nonfinite import (
@@ -30,6 +29,7 @@ from sft_play.train.nonfinite import (
 )
 from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches
+from sft_play.ui.console import warn
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
