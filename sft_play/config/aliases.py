@@ -4,6 +4,8 @@ They are not accepted, since some mean something slightly different there; messa
 what earlier versions had: the resolved config of a run lists all settings of the version that wrote it.
 """
 
+from sft_play.choices.engines import SEVERAL
+
 # Settings that are gone, with the value that does what is done today; any other value is refused.
 REMOVED = {"parallel.prefetch_layers": 1}
 
@@ -59,8 +61,7 @@ ALIASES = {
     "gradient_clipping": "train.max_grad_norm",
     "save_total_limit": "train.keep_checkpoints",
     "resume_from_checkpoint": "train.resume=auto",
-    "deepspeed": "parallel.engine=deepspeed_z2",
-    "fsdp": "parallel.engine=fsdp2",
+    **{alias: f"parallel.engine={row.name}" for row in SEVERAL.values() for alias in row.aliases},
     "per_device_eval_batch_size": "eval.batch_size",
     "output_dir": "output.dir",
     "run_name": "output.name",
