@@ -12,8 +12,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sft_play.model import layer_forward, liger
+from sft_play.model.stand_in import counted
 from sft_play.sizing.operations import nbytes
-from sft_play.sizing.recorder import counted
 from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE
 

@@ -66,6 +66,14 @@ class LayerKernels(Option):
     serves: str  # kinds of modules
     examples: tuple[str, ...]  # architectures that have them
 
+    def require_modules(self, model_type: str, count: int) -> None:
+        """Raises a ConfigError if they serve none of a model's modules."""
+        if not count:
+            raise ConfigError(
+                f"{self.setting}: none of {model_type}'s modules are those that {self.label} compute "
+                f"({self.serves} as of {', '.join(self.examples)}); allowed for it: auto, own"
+            )
+
 
 # Triton compiles for no older GPU.
 TRITON: tuple[Span, ...] = (((7, 0), (99, 0)),)

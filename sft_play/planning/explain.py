@@ -99,9 +99,7 @@ def layer_kernels(
     for name, row in LAYERS.items() if plan.device == "cuda" else ():
         if asked not in ("auto", name) or not row.runs_on(plan.device, plan.compute_capability):
             continue
-        try:
-            modules = architecture.ask(questions.modules_served, name)
-        except ConfigError:  # nobody asked for them
+        if not (modules := architecture.modules.served[name]):  # nobody asked for them
             continue
         own, others = (
             estimate(config.changed({"train.kernels": kernels}), plan).peak_bytes for kernels in ("own", name)
