@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
 from sft_play.config.inputs import asked_name
@@ -50,7 +50,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         raise ConfigError(
             "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
         )
-    with quiet_libraries(cache_dir() / "plan.log"):
+    with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(args)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)
