@@ -24,6 +24,7 @@ from sft_play.fingerprints import answering_packages, own_code
 
 LIMIT_BYTES = 2 * 2**30  # of all that is kept; a trace has a tenth to ten MiB
 ENTRY = re.compile("[0-9a-f]{32}")  # names of what `entry` finds a place for
+BUILT_KINDS = ("data", "builtin")
 BUILT = re.compile(r"([\w-]+-)?[0-9a-f]{24}(\..+)?")  # of tokenized rows and built-in models (data/store.py)
 DAY_S = 24 * 3600.0  # how often that is looked at, and how exactly it is known when something was used
 
@@ -95,17 +96,21 @@ def _make_room(folder: Path) -> None:
 
 
 def clear(folder: Path) -> int:
-    """Removes all that SFT-Play keeps in a folder, and nothing else that is there; returns its bytes."""
-    size = 0
-    for path in [*folder.glob("*/*"), *folder.glob("*.log")]:
-        if ENTRY.fullmatch(path.name) or BUILT.fullmatch(path.name) or path.parent == folder:
-            size += sum(stat.st_size for stat in _files(path))
-            _remove(path)
-    for kind in [*folder.glob("*/"), folder]:
+    """Removes all that is kept in a folder, and nothing else that is there; returns its bytes."""
+    found = [path for path in folder.glob("*/*") if ENTRY.fullmatch(path.name) or _is_built(path)]
+    size = sum(stat.st_size for path in found for stat in _files(path))
+    for path in found:
+        _remove(path)
+    for kind in {path.parent for path in found}:
+        (kind / ".lock").unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else is there
-            (kind / (".looked" if kind == folder else ".lock")).unlink(missing_ok=True)
             kind.rmdir()
+    (folder / ".looked").unlink(missing_ok=True)
     return size
+
+
+def _is_built(path: Path) -> bool:
+    return path.parent.name in BUILT_KINDS and bool(BUILT.fullmatch(path.name))
 
 
 def _files(path: Path) -> list[os.stat_result]:
