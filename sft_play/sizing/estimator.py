@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
 from sft_play.errors import UntraceableModel
-from sft_play.machine.process import importing_torch
+from sft_play.machine.process import importing_libraries
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -260,7 +260,7 @@ class Traces:
         known, (size, share) = self._known(spec), size_of(spec)
         if (size, share) in known:
             return known[size, share]
-        with importing_torch():  # most plans need no new trace
+        with importing_libraries():  # most plans need no new trace
             from sft_play.sizing.trace import trace_step
 
         try:

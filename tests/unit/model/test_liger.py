@@ -15,8 +15,8 @@ from sft_play.errors import ConfigError
 from sft_play.model import layer_forward, liger
 from sft_play.model.build import build_model
 from sft_play.sizing import liger_kernels, questions
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.upstream.patching import patched
 from tests.jobs import make_job
 from tests.triton import interpreted, needs_triton
 
