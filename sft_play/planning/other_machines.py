@@ -24,7 +24,6 @@ from sft_play.planning.clock import (
 from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
 from sft_play.planning.request import Request
 from sft_play.planning.speed import collectives_of, links_of
-from sft_play.sizing import questions
 
 SCALES = (1, 2, 4, 8)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
@@ -68,7 +67,7 @@ def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int |
     if allowed[:1] == [1] and fits(1):
         return 1
     found = _first(allowed, fits)
-    if found or not allowed or request.architecture.ask(questions.padded_share, allowed[-1]) <= PADDED:
+    if found or not allowed or request.architecture.modules.padded_share(allowed[-1]) <= PADDED:
         return found
     return next(filter(fits, allowed), None)
 

@@ -25,6 +25,7 @@ from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
+from sft_play.sizing.model_facts import require_packable
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace_files import load_trace, save_trace
 from sft_play.timeline import LayersDiffer, Step, StepTrace
@@ -167,7 +168,7 @@ class Traces:
         spec = self._on_device(spec)
         if not spec.kept_layers:
             return self._step_of(spec)
-        kinds = self.architecture.ask(questions.layer_kinds)
+        kinds = self.architecture.modules.layer_kinds
         if not kinds or self._all_layers.get(spec.divided):
             raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
         alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
@@ -299,7 +300,7 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            questions.require_packable(ask(questions.four_bit))
+            require_packable(traces.architecture.facts, traces.architecture.modules)
         batches = batches_of(plan)
         steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)
