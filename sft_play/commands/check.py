@@ -287,7 +287,7 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
     from sft_play.planning.advice import Request, changed_command, plan_or_advise
     from sft_play.planning.facts import DataFacts, row_sizes
-    from sft_play.report.plan import process_unit
+    from sft_play.report.scaling import process_unit
     from sft_play.sizing.architecture import planning_architecture
 
     config, processes = resolved.config, len(machine.gpus) or 1

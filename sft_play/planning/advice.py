@@ -27,8 +27,8 @@ from sft_play.planning.fewest import fewest_gpus, with_batch_for
 from sft_play.planning.groups import leanest_memories, plan_in_groups
 from sft_play.planning.other_machines import tokens_per_second
 from sft_play.planning.sequence import group_sizes
+from sft_play.report.layout import training_command
 from sft_play.report.misfit import advice_text
-from sft_play.report.training import training_command
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 MOST = 3  # changes of settings that are planned and shown

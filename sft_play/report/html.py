@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sft_play.files import storing, write_atomic
+from sft_play.report.table import Table
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
@@ -25,18 +26,6 @@ class Text:
     kind = "text"
     lines: Sequence[str]
     warning: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of texts; the first cell of each row is its header."""
-
-    kind = "table"
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: bool = True  # whether the cells after the first are aligned right
-    folded: bool = False  # shown after a click
 
 
 @dataclass(frozen=True)
