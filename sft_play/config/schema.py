@@ -1,5 +1,6 @@
 """All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
@@ -180,6 +181,15 @@ class RunConfig(Section):
         self.require_compatible()
         return self
 
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """A copy with other settings, by their dotted names; `require_compatible` checks it."""
+        config = self
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            part = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: part})
+        return config
+
     def require_compatible(self) -> None:
         """Checks the methods of a run against each other; for a copy with another mode or engine.
 
@@ -197,11 +207,8 @@ class RunConfig(Section):
         problem = compiler_problem(self.tuning.mode, lora.use_dora, self.train, self.parallel)
         if problem:
             raise ValueError(problem)
-        if setting := not_gathered(self.parallel):
-            raise ValueError(
-                f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "
-                "auto; leave it out, or set parallel.engine=fsdp2"
-            )
+        if problem := not_gathered(self.parallel):
+            raise ValueError(problem)
         if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self.train)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
+from sft_play.choices.engines import WHOLE
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
@@ -66,19 +67,6 @@ def leanest(drafts: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in lean if draft.mlp_tiles > 1] or lean
 
 
-def with_offload(config: RunConfig, place: str) -> RunConfig:
-    """The run that keeps what it can in this place, or nowhere, unless its config says where."""
-    if config.parallel.offload != "auto":
-        return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": place})})
-
-
-def with_groups(config: RunConfig, ranks: int) -> RunConfig:
-    """The run in which groups of so many processes divide the tokens of micro-batches."""
-    parallel = config.parallel.model_copy(update={"sequence_parallel_size": ranks})
-    return config.model_copy(update={"parallel": parallel})
-
-
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
     rate = scaled_learning_rate(config.train, draft.effective_batch_size)
@@ -118,7 +106,7 @@ def _several_types(config: RunConfig, device: Device) -> str | None:
     return (
         f"parallel.engine={config.parallel.engine} joins all that is trained, which must have one type, but "
         f"without autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
-        "in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine=ddp"
+        f"in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine={WHOLE.name}"
     )
 
 
