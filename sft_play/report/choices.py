@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.resolved import Setting
 from sft_play.report.card import public_name
@@ -43,7 +42,7 @@ def shown(run: RunRecord, name: str) -> str:
     return public_name(value) if name in PATHS and isinstance(value, str) else _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):

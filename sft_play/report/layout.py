@@ -67,7 +67,9 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
     return Group(NamedValues((name, str(path)) for name, path in places.items()), *lines)
 
 
-def make_command(target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: Any) -> str:
+def make_command(
+    target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: object
+) -> str:
     """The command of a `make` target for a config ("": none) and overrides, as typed, quoted for a shell.
 
     `settings` are further variables of make, which come first; those without a value are left out.
@@ -75,7 +77,7 @@ def make_command(target: str, config: str | Path = "", overrides: Sequence[str] 
     return as_typed(" ".join(["make", target, *make_settings(config, overrides, **settings)]))
 
 
-def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any) -> list[str]:
+def make_settings(config: str | Path, overrides: Sequence[str], **settings: object) -> list[str]:
     """The settings of a `make` command, quoted for a shell; arguments as in `make_command`."""
     words = {name: shlex.quote(str(value)) for name, value in settings.items() if value}
     words |= {"CONFIG": shlex.quote(str(config))} if config else {}

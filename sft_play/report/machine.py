@@ -12,7 +12,7 @@ from sft_play.ui.screen import Words
 from sft_play.units import counted, format_bytes
 
 
-def _or_na(value: Any) -> str:
+def _or_na(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "n/a" if value is None else str(value)

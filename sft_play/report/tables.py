@@ -56,7 +56,7 @@ AMOUNTS: dict[str, tuple[str, Format]] = {
 }
 
 
-def formatted(value: Any, form: Format) -> str:
+def formatted(value: object, form: Format) -> str:
     """The text of a number; n/a if it is none, or none of its kind, such as an infinite number of bytes."""
     try:
         return form(value) if isinstance(value, int | float) else MISSING
@@ -225,7 +225,9 @@ def memory_line(predicted: int | None, measured: int | None, origin: str | None 
     return _compared(predicted, measured, origin, format_bytes, "{:.1f}%")
 
 
-def _compared(predicted: Any, measured: Any, origin: str | None, form: Format, percent: str) -> str:
+def _compared(
+    predicted: float | None, measured: float | None, origin: str | None, form: Format, percent: str
+) -> str:
     """Two numbers, and the error of a prediction; what an earlier run measured is none."""
     line = f"{said_of(origin)} {formatted(predicted, form)}, measured {formatted(measured, form)}"
     if not predicted or not measured or origin == EARLIER:

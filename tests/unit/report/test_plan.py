@@ -63,7 +63,16 @@ def test_an_unknown_link_gives_a_bound_and_says_so():
     assert "<2.00x" in text and "the link is unknown" in text
     nothing = screen(
         scaling_report(
-            [row(2, speed_up=None, speed_up_at_most=None, process_bytes=None, exchanged_bytes=None)]
+            [
+                row(
+                    2,
+                    speed_up=None,
+                    speed_up_at_most=None,
+                    process_bytes=None,
+                    peak_bytes=None,
+                    exchanged_bytes=None,
+                )
+            ]
         )
     )
     assert nothing.count("n/a") == 3 and "speed:" not in nothing
