@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from sft_play.report.probe import probe_line
+from sft_play.report.memory import probe_line
 from sft_play.sizing.corrections import ProbeResult
 from tests.unit.train.plans import PLAN
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.report.training import training_command
+from sft_play.report.layout import training_command
 from tests.unit.train.plans import PLAN
 
 
