@@ -65,7 +65,7 @@ class Job:
 
         Only those of this machine if the directory is not shared.
         """
-        return self.plan.shards if self.run.shared else self.ranks.local_world_size
+        return self.plan.sharing.shards if self.run.shared else self.ranks.local_world_size
 
     @property
     def keeps_files(self) -> bool:
@@ -106,7 +106,7 @@ def prepare_job(
             earlier = earlier_plan(config, run.path)
             begun = as_begun(request, earlier) if earlier else None
             plan = begun or plan_or_advise(request, partial(changed_command, resolved))
-    engine_of(plan.engine).require_agreement(config, plan)
+    engine_of(plan.sharing.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
 
@@ -142,19 +142,19 @@ def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
     """
     earlier = job.plan
     return plan_run(
-        with_groups(job.config, earlier.sequence_ranks),
+        with_groups(job.config, earlier.sharing.sequence_ranks),
         job.architecture,
         DataFacts.of(job.data, job.config),
         job.machine,
-        earlier.world_size,
-        machines=earlier.machines,
+        earlier.sharing.world_size,
+        machines=earlier.sharing.machines,
         accept=lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft),
         budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
     )
 
 
 def _shared_as(plan: Plan) -> tuple[str, str]:
-    return plan.engine, plan.offload
+    return plan.sharing.engine, plan.sharing.offload
 
 
 def find_plan(job: Job, accept: Callable[[Plan], bool]) -> Plan | None:
@@ -168,18 +168,11 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
     """Tells of another plan whether it needs less memory than this one."""
 
     def less(other: Plan) -> bool:
-        if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return _recomputed(other) > _recomputed(plan)
-        return other.micro_batch_tokens < plan.micro_batch_tokens
+        if other.rows.most_tokens == plan.rows.most_tokens:
+            return other.activations.saved > plan.activations.saved
+        return other.rows.most_tokens < plan.rows.most_tokens
 
     return less
-
-
-def _recomputed(plan: Plan) -> int:
-    """Grows as less is kept of activations."""
-    if plan.kept_layers:
-        return 1
-    return {"keep": 0, "recompute": 2, "offload": 4}[plan.activations] + (plan.mlp_tiles > 1)
 
 
 def begin_run(job: Job) -> None:
@@ -208,9 +201,12 @@ def begin_run(job: Job) -> None:
 def _command(job: Job) -> str:
     """What starts such a run; an engine that a target of make sets is among the overrides."""
     plan, resolved = job.plan, job.resolved
-    here = plan.world_size // plan.machines
-    sizes = {"NODES": plan.machines if plan.machines > 1 else None, "NGPU": here if here > 1 else None}
-    target = "train-multinode" if plan.machines > 1 else "train"
+    here = plan.sharing.world_size // plan.sharing.machines
+    sizes = {
+        "NODES": plan.sharing.machines if plan.sharing.machines > 1 else None,
+        "NGPU": here if here > 1 else None,
+    }
+    target = "train-multinode" if plan.sharing.machines > 1 else "train"
     return make_command(target, resolved.path, resolved.overrides, **sizes)
 
 

@@ -25,7 +25,7 @@ def add_scaling(run: RunDir) -> None:
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
             facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
-            planned = with_groups(with_offload(config, plan.offload), plan.sequence_ranks)
+            planned = with_groups(with_offload(config, plan.sharing.offload), plan.sharing.sequence_ranks)
             rows = scaling(planned, architecture, facts, machine)
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - see above

@@ -116,15 +116,15 @@ def _contradictions(tree: dict[str, Any], plan: Plan, stage: int, max_grad_norm:
             1,
             "DeepSpeed is handed one micro-batch at a time, its rows joined",
         ),
-        "gradient_accumulation_steps": (plan.gradient_accumulation_steps, "the plan's accumulation steps"),
+        "gradient_accumulation_steps": (plan.batch.accumulation, "the plan's accumulation steps"),
         "train_batch_size": (
-            plan.gradient_accumulation_steps * plan.world_size,
-            f"1 x {plan.gradient_accumulation_steps} x {plan.world_size} processes",
+            plan.batch.accumulation * plan.sharing.world_size,
+            f"1 x {plan.batch.accumulation} x {plan.sharing.world_size} processes",
         ),
         "gradient_clipping": (max_grad_norm, "train.max_grad_norm"),
-        "bf16.enabled": (plan.mixed_precision == "bf16", f"mixed precision is {plan.mixed_precision}"),
-        "fp16.enabled": (plan.mixed_precision == "fp16", f"mixed precision is {plan.mixed_precision}"),
-        "zero_optimization.stage": (stage, f"the engine {plan.engine} is ZeRO stage {stage}"),
+        "bf16.enabled": (plan.precision.autocast == "bf16", f"mixed precision is {plan.precision.autocast}"),
+        "fp16.enabled": (plan.precision.autocast == "fp16", f"mixed precision is {plan.precision.autocast}"),
+        "zero_optimization.stage": (stage, f"the engine {plan.sharing.engine} is ZeRO stage {stage}"),
     }
     for name, (value, reason) in expected.items():
         found = _at(tree, name)

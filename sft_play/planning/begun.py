@@ -1,6 +1,7 @@
 """The plan of a run that goes on: the one with which it began, if it fits, so that sums are rounded alike."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,6 @@ from sft_play.planning.advice import Request
 from sft_play.planning.drafts import with_groups
 from sft_play.planning.run import plan_run
 from sft_play.runlog import continued_run, read_json
-
-# What the order of sums and the kernels depend on.
-KEPT = (
-    "engine", "offload", "world_size", "machines", "replicas", "sequence_ranks", "micro_batch_size",
-    "gradient_accumulation_steps", "packing", "padding_free", "activations", "mlp_tiles", "attention",
-    "mixed_precision", "dtype", "device", "compute_capability",
-)  # fmt: skip
 
 
 def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
@@ -38,7 +32,7 @@ def as_begun(request: Request, earlier: Plan) -> Plan | None:
     """
     try:
         plan = plan_run(
-            _with_ways(with_groups(request.config, earlier.sequence_ranks), earlier),
+            _with_ways(with_groups(request.config, earlier.sharing.sequence_ranks), earlier),
             request.architecture,
             request.facts,
             request.machine,
@@ -52,15 +46,21 @@ def as_begun(request: Request, earlier: Plan) -> Plan | None:
 
 
 def _kept(plan: Plan) -> list[Any]:
-    return [getattr(plan, name) for name in KEPT]
+    """What the order of sums and the kernels depend on."""
+    return [
+        replace(plan.sharing, defers_exchange=False, reshard_after_forward=True),
+        (plan.batch.micro, plan.batch.accumulation, plan.rows.packing, plan.rows.joined),
+        plan.activations.uniform,
+        (plan.precision, plan.attention, plan.device, plan.compute_capability),
+    ]
 
 
 def _with_ways(config: RunConfig, earlier: Plan) -> RunConfig:
     """The config with the ways to send less that an earlier plan chose, where they are left to the plan."""
-    engine, parallel = engine_of(earlier.engine), config.parallel
+    engine, parallel = engine_of(earlier.sharing.engine), config.parallel
     found: dict[str, Any] = {}
     if engine.can_keep_gathered and parallel.reshard_after_forward == "auto":
-        found["reshard_after_forward"] = earlier.reshard_after_forward
+        found["reshard_after_forward"] = earlier.sharing.reshard_after_forward
     if engine.can_defer and parallel.defer_exchange == "auto":
-        found["defer_exchange"] = earlier.defers_exchange
+        found["defer_exchange"] = earlier.sharing.defers_exchange
     return config.model_copy(update={"parallel": parallel.model_copy(update=found)})

@@ -188,25 +188,27 @@ def _at(
     """
     run, facts = _run_of(config, processes, tokens)
     drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
-    kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
-    tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
+    kept = {(draft.batch.micro, draft.activations.policy) for draft in drafts}
+    tiles = {draft.activations.mlp_tiles for draft in drafts} | (set() if tight else {1})
     plan = plan_run(
         run,
         architecture,
         facts,
         machine,
         processes,
-        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
+        accept=lambda draft: (
+            (draft.batch.micro, draft.activations.policy) in kept and draft.activations.mlp_tiles in tiles
+        ),
         explain=False,
     )
     assert plan.memory
     return {
         "row_tokens": tokens,
-        "engine": plan.engine,
-        "replicas": plan.replicas,
-        "effective_batch_size": plan.effective_batch_size,
-        "activations": plan.activations,
-        "mlp_tiles": plan.mlp_tiles,
+        "engine": plan.sharing.engine,
+        "replicas": plan.sharing.replicas,
+        "effective_batch_size": plan.batch.effective,
+        "activations": plan.activations.policy,
+        "mlp_tiles": plan.activations.mlp_tiles,
         "tokens_per_second": tokens_per_second(plan, facts),
         "peak_bytes": plan.memory.peak_bytes,
         "process_bytes": plan.memory.process_bytes,
@@ -236,7 +238,7 @@ def _use(
     estimate = estimator_of_run(run, architecture, facts, machine, processes)
     of_engine: dict[Engine, list[Plan]] = {}
     for draft in leanest(drafts_of(run, architecture, facts, machine, processes)):
-        of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
+        of_engine.setdefault((draft.sharing.engine, draft.sharing.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}
     for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
@@ -254,7 +256,7 @@ def _use(
 def _least_share(run: RunConfig, drafts: Sequence[Plan], estimate: Estimator) -> float:
     """The least that the drafts of an engine take; infinite if it is too much before there is a row."""
     least = inf
-    for draft in sorted(drafts, key=lambda draft: draft.activations != "offload"):
+    for draft in sorted(drafts, key=lambda draft: draft.activations.policy != "offload"):
         memory = estimate(run, draft, complete=True)
         if memory.phases.get("load", 0) > memory.budget_bytes:
             return inf

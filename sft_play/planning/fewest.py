@@ -54,7 +54,7 @@ def fewest_gpus(
         return True
 
     def saves_most(draft: Plan) -> bool:
-        return draft.recomputes or config.train.asked_activations == "keep"
+        return draft.activations.recomputes or config.train.asked_activations == "keep"
 
     ranks = config.parallel.sequence_ranks
     counts = [count for count in COUNTS if count >= least and count % ranks == 0]

@@ -63,14 +63,18 @@ def plan_in_groups(
         assert problem
         raise problem
     chosen = _fastest(found)
-    if found == [chosen] and chosen.sequence_ranks == config.parallel.sequence_ranks and not ruled_out:
+    if (
+        found == [chosen]
+        and chosen.sharing.sequence_ranks == config.parallel.sequence_ranks
+        and not ruled_out
+    ):
         return chosen
     slower = [
-        (plan.sequence_ranks, plan.step_seconds / chosen.step_seconds)
+        (plan.sharing.sequence_ranks, plan.step_seconds / chosen.step_seconds)
         for plan in found
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
-    reason = TokensDivided(chosen.sequence_ranks, tuple(slower), ruled_out)
+    reason = TokensDivided(chosen.sharing.sequence_ranks, tuple(slower), ruled_out)
     return replace(chosen, why=(*chosen.why, sentence(reason)))
 
 
@@ -133,9 +137,9 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     Of whole rows, recomputing them does not count: groups that would not have to are left out.
     """
     train, auto = config.train, config.train.asked_activations == "auto"
-    recomputes = plan.offloads_activations or (plan.recomputes and plan.sequence_ranks > 1)
-    in_ram = config.parallel.offload == "auto" and plan.offload != "none"
-    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.mlp_tiles > 1)
+    recomputes = plan.offloads_activations or (plan.activations.recomputes and plan.sharing.divides_tokens)
+    in_ram = config.parallel.offload == "auto" and plan.sharing.offload != "none"
+    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.activations.in_tiles)
 
 
 def _least_seconds(run: Run, machines: int, accept: Accept) -> float | None:
@@ -148,7 +152,7 @@ def _least_seconds(run: Run, machines: int, accept: Accept) -> float | None:
     drafts = [
         draft for draft in drafts_of(*run, machines) if accept(draft) and not _saves_memory(config, draft)
     ]
-    whole = [draft for draft in drafts if not engine_of(draft.engine).shards_weights]
+    whole = [draft for draft in drafts if not engine_of(draft.sharing.engine).shards_weights]
     seconds = plan_clock(architecture, facts, machine, processes)
     return min(filter(None, (seconds(config, draft) for draft in whole or drafts)), default=None)
 

@@ -57,36 +57,36 @@ def scaling(
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
-        reference = reference or plan.effective_batch_size
-        collectives = collectives_of(machine, world, plan.replicas)
+        reference = reference or plan.batch.effective
+        collectives = collectives_of(machine, world, plan.sharing.replicas)
         exchanged = alone = whole = None
         with contextlib.suppress(UntraceableModel):
             threads = training_threads(machine, world) or 1
             work_of = work_of_plans(model_config, batches_of(model_config, facts), threads)
             work = work_of(config, plan, mean_micro_batch(facts, plan).tokens)
-            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
-            exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
+            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.sharing.replicas)
+            exchanged += sent_bytes(sequence_messages(work, plan), plan.sharing.sequence_ranks)
             alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)
             if world == 1 or collectives:
                 whole = plan_clock(model_config, facts, machine, world)(config, plan)
-        alone, whole = (seconds and seconds / plan.effective_batch_size for seconds in (alone, whole))
+        alone, whole = (seconds and seconds / plan.batch.effective for seconds in (alone, whole))
         base = base or whole or alone
         rows.append(
             {
                 "world_size": world,
-                "engine": plan.engine,
-                "micro_batch_size": plan.micro_batch_size,
-                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-                "effective_batch_size": plan.effective_batch_size,
-                "steps_per_epoch": plan.steps_per_epoch,
-                "learning_rate": plan.learning_rate,
-                "learning_rates": learning_rates(config.train, plan.effective_batch_size, reference),
+                "engine": plan.sharing.engine,
+                "micro_batch_size": plan.batch.micro,
+                "gradient_accumulation_steps": plan.batch.accumulation,
+                "effective_batch_size": plan.batch.effective,
+                "steps_per_epoch": plan.schedule.steps_per_epoch,
+                "learning_rate": plan.schedule.learning_rate,
+                "learning_rates": learning_rates(config.train, plan.batch.effective, reference),
                 "lr_scaling": config.train.lr_scaling,
                 "reference_batch_size": reference,
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "links": links_of(machine, world, plan.replicas),
+                "links": links_of(machine, world, plan.sharing.replicas),
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
@@ -109,7 +109,7 @@ def _plan_at_scale(
 
 
 def _keeps_speed(draft: Plan) -> bool:
-    return not engine_of(draft.engine).trades_speed
+    return not engine_of(draft.sharing.engine).trades_speed
 
 
 def plans_by_gpu(
@@ -159,14 +159,14 @@ def plans_by_mode(
             continue
         plans[mode] = {
             "gpus": count,
-            "effective_batch_size": plan.effective_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "sequence_ranks": plan.sequence_ranks,
-            "gradient_checkpointing": plan.recomputes,
-            "engine": plan.engine,
+            "effective_batch_size": plan.batch.effective,
+            "micro_batch_size": plan.batch.micro,
+            "sequence_ranks": plan.sharing.sequence_ranks,
+            "gradient_checkpointing": plan.activations.recomputes,
+            "engine": plan.sharing.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
             "least_bytes": _least_bytes(
-                with_groups(run, plan.sequence_ranks), model_config, facts, machine, plan
+                with_groups(run, plan.sharing.sequence_ranks), model_config, facts, machine, plan
             ),
             "tokens_per_second": tokens_per_second(plan, facts),
             "gpu_hours": gpu_hours(plan) if facts.seen else None,
@@ -185,24 +185,34 @@ def _least_bytes(
         return None
 
     def smallest(draft: Plan) -> bool:
-        saves = draft.recomputes or config.train.gradient_checkpointing is False
-        same = (draft.engine, draft.offload) == (chosen.engine, chosen.offload)
-        return same and saves and draft.micro_batch_size == 1
+        saves = draft.activations.recomputes or config.train.gradient_checkpointing is False
+        ours, theirs = draft.sharing, chosen.sharing
+        same = (ours.engine, ours.offload) == (theirs.engine, theirs.offload)
+        return same and saves and draft.batch.micro == 1
 
     least = None
     with contextlib.suppress(ConfigError, DoesNotFitError):
         least = plan_run(
-            config, model_config, facts, machine, chosen.world_size, accept=smallest, explain=False, mix=False
+            config,
+            model_config,
+            facts,
+            machine,
+            chosen.sharing.world_size,
+            accept=smallest,
+            explain=False,
+            mix=False,
         ).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 
 
 def gpu_hours(plan: Plan) -> float | None:
     """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
-    return plan.step_seconds and plan.step_seconds * plan.total_steps * plan.world_size / 3600
+    return (
+        plan.step_seconds and plan.step_seconds * plan.schedule.total_steps * plan.sharing.world_size / 3600
+    )
 
 
 def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:
     """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
-    tokens = facts.tokens_per_process(plan) * plan.world_size
+    tokens = facts.tokens_per_process(plan) * plan.sharing.world_size
     return tokens / plan.step_seconds if plan.step_seconds else None

@@ -118,7 +118,7 @@ def plan_run(
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             record, sized = record_of(config, plan), predict if explain else None
             plan = speed_of(config, plan).labelled(plan, seconds(config, plan))
-            besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
+            besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.sharing.replicas)
             found = _about_the_step(config, plan, architecture, facts, record, budget.threads, sized)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -154,9 +154,10 @@ def _described(estimate: Estimator, device: Device) -> Estimator:
     """The estimator, which says on the live line what it sizes: it may have to trace steps."""
 
     def sized(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
-        how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
-        size = f"micro-batch {plan.micro_batch_size:,}"
-        describe(f"planning: {how}, {size} on {plan.world_size} x {device.name}")
+        shared = plan.sharing
+        how = f"{METHODS[run.tuning.mode]}, {label_of(shared.engine, shared.replicas, shared.offload)}"
+        size = f"micro-batch {plan.batch.micro:,}"
+        describe(f"planning: {how}, {size} on {shared.world_size} x {device.name}")
         return estimate(run, plan, complete=complete)
 
     return sized
@@ -177,7 +178,7 @@ def _about_the_step(
 
     def trained_elements() -> int:
         work = work_of_plans(architecture, batches_of(architecture, facts), threads)
-        return work(config, plan, plan.micro_batch_tokens).trained_elements
+        return work(config, plan, plan.rows.most_tokens).trained_elements
 
     return [
         *([kernel] if kernel else []),
@@ -213,10 +214,10 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
-    ours = config.model.attention == "auto" and plan.attention == NAME and plan.sequence_ranks == 1
+    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.divides_tokens
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
-    dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+    dtype = AUTOCAST.get(plan.precision.autocast, plan.precision.dtype)
     try:
         architecture.ask(questions.attention, name, plan.device, capability, dtype)
     except ConfigError:  # nobody asked for it
@@ -313,7 +314,8 @@ def allowed_plans(
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = with_tiles(train, drafts) if tiles else drafts
-    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    average = int(facts.mean_tokens)
+    drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 
 
@@ -348,7 +350,7 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
     if config.tuning.mode != "full" and lora.rank_pattern:
         yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
     if config.tuning.mode != "full" and lora.plus_ratio:
-        yield LoraPlus(plan.learning_rate, lora.plus_ratio)
+        yield LoraPlus(plan.schedule.learning_rate, lora.plus_ratio)
     if config.tuning.mode != "full" and lora.init != "default":
         yield Decomposed(lora.init)
     if config.train.neftune_noise_alpha is not None:

@@ -13,10 +13,12 @@ def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     assert memory
     host = memory.host if memory.host and not memory.host.fits else None
     terms = host.terms if host else memory.terms
-    checkpointing = ", gradient checkpointing" if smallest.recomputes else ""
-    checkpointing += f", MLPs in {smallest.mlp_tiles} tiles" if smallest.mlp_tiles > 1 else ""
+    checkpointing = ", gradient checkpointing" if smallest.activations.recomputes else ""
+    checkpointing += (
+        f", MLPs in {smallest.activations.mlp_tiles} tiles" if smallest.activations.in_tiles else ""
+    )
     first = (
-        f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
+        f"this run does not fit: the smallest plan (micro-batch {smallest.batch.micro}{checkpointing}) "
         f"{_excess(memory, host)}"
     )
     if not explain:
@@ -42,8 +44,8 @@ def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -
         ram = f" and {format_bytes(host.needed_bytes)} of RAM" if host else ""
         needs = f"{format_bytes(plan.memory.process_bytes)} a process{ram}"
         speed_text = f", {speed:,.0f} tokens/s" if speed else ""
-        how = "partly kept" if plan.kept_layers else ACTIVATIONS[plan.activations]
-        split = f"micro-batch {plan.micro_batch_size}, activations {how}"
+        how = "partly kept" if plan.activations.kept_layers else ACTIVATIONS[plan.activations.policy]
+        split = f"micro-batch {plan.batch.micro}, activations {how}"
         lines += [f"  {command}", f"    {needs}, {split}{speed_text}"]
     return "\n".join(lines)
 

@@ -115,11 +115,11 @@ def sentence(reason: reasons.Reason) -> str:
 
 def batch_sentence(plan: Plan) -> str:
     """The equation of the effective batch."""
-    words = "tokens" if plan.packing else "sequences"
-    ranks = ranks_text(plan.world_size, plan.sequence_ranks)
+    words = "tokens" if plan.rows.packing else "sequences"
+    ranks = ranks_text(plan.sharing.world_size, plan.sharing.sequence_ranks)
     return (
-        f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {ranks}"
+        f"effective batch {plan.batch.effective:,} {words} = micro-batch {plan.batch.micro:,} x "
+        f"accumulation {plan.batch.accumulation} x {ranks}"
     )
 
 
@@ -158,10 +158,10 @@ def _effective_batch(reason: reasons.EffectiveBatch) -> str:
 
 @sentence.register
 def _dealing(reason: reasons.Dealing) -> str:
-    tokens = f"at most {reason.plan.micro_batch_tokens:,} tokens in a micro-batch"
-    if reason.plan.sequence_ranks > 1:
-        tokens += f", divided among {reason.plan.sequence_ranks} processes"
-    if reason.plan.padding_free:
+    tokens = f"at most {reason.plan.rows.most_tokens:,} tokens in a micro-batch"
+    if reason.plan.sharing.divides_tokens:
+        tokens += f", divided among {reason.plan.sharing.sequence_ranks} processes"
+    if reason.plan.rows.joined:
         return f"{tokens}: rows joined end to end, none padded"
     return f"{tokens}: rows of similar length, padded to the longest"
 

@@ -1,13 +1,12 @@
 import json
-from dataclasses import replace
 
 import pytest
 
 from sft_play.engines.deepspeed import check_config, checked_config, config_file, read_config
 from sft_play.errors import ConfigError
-from sft_play.plan import Plan
+from tests.plans import plan_of, plan_with
 
-PLAN = Plan(
+PLAN = plan_of(
     micro_batch_size=2,
     gradient_accumulation_steps=4,
     effective_batch_size=16,
@@ -35,7 +34,7 @@ def changed(**values):
 
 @pytest.mark.parametrize(("stage", "other"), [(2, 3), (3, 2)])
 def test_the_shipped_file_fits_any_plan_of_its_stage_alone(stage, other):
-    plan = replace(PLAN, engine=f"deepspeed_z{stage}")
+    plan = plan_with(PLAN, engine=f"deepspeed_z{stage}")
     check_config(read_config(config_file(stage)), plan, stage, max_grad_norm=1.0)
     said = rf"stage is {other}, but must be {stage} \(the engine deepspeed_z{stage} is ZeRO"
     with pytest.raises(ConfigError, match=said):
@@ -103,7 +102,7 @@ def test_what_zero3_could_do_and_no_plan_knows_is_refused(name, value, message):
     tree = read_config(config_file(3))
     tree["zero_optimization"][name] = value
     with pytest.raises(ConfigError, match=message):
-        check_config(tree, replace(PLAN, engine="deepspeed_z3"), 3, max_grad_norm=1.0)
+        check_config(tree, plan_with(PLAN, engine="deepspeed_z3"), 3, max_grad_norm=1.0)
 
 
 def test_all_contradictions_are_named_at_once():

@@ -51,7 +51,7 @@ def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
     assert {"train.gradient_checkpointing": "auto"} in [change.settings for change in found]
     assert {"train.batch_size": "auto"} in [change.settings for change in found]
     for change in found:
-        again = replace(changed(asked, change.settings), processes=change.plan.world_size)
+        again = replace(changed(asked, change.settings), processes=change.plan.sharing.world_size)
         if again.processes == asked.processes:
             assert again.plan(explain=False) == change.plan and change.plan.memory.fits
 
@@ -65,7 +65,7 @@ def test_what_saves_too_little_is_not_offered():
 @pytest.mark.slow
 def test_several_changes_at_once_only_where_none_is_enough():
     offered = changes_that_fit(request(0.6, "full", batch_size=16, gradient_checkpointing=False))
-    alone = [change.settings for change in offered if change.plan.world_size == 1]
+    alone = [change.settings for change in offered if change.plan.sharing.world_size == 1]
     assert alone[0] == {"train.gradient_checkpointing": "auto", "train.batch_size": "auto"}
     assert {len(settings) for settings in alone} == {2}
 
@@ -149,7 +149,7 @@ def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
 @pytest.mark.thorough
 def test_more_gpus_come_with_the_batch_that_they_need():
     asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
-    more = [change for change in changes_that_fit(asked) if change.plan.world_size > 1]
+    more = [change for change in changes_that_fit(asked) if change.plan.sharing.world_size > 1]
     for change in more:
         assert isinstance(change, Change) and change.plan.memory.process_bytes < 0.42 * GIB
-        assert change.settings == {"train.effective_batch_size": change.plan.effective_batch_size}
+        assert change.settings == {"train.effective_batch_size": change.plan.batch.effective}

@@ -16,6 +16,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import record_path, write_ran_out
+from tests.plans import plan_with
 
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
@@ -43,9 +44,9 @@ def freely():
 @pytest.mark.thorough
 def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan():
     began = plan_run(config("fsdp2", batch_size=2), LLAMA, FACTS, MACHINE, 2)
-    began = replace(began, defers_exchange=not began.defers_exchange)
+    began = plan_with(began, defers_exchange=not began.sharing.defers_exchange)
     freely = plan_run(config("fsdp2"), LLAMA, FACTS, MACHINE, 2)
-    assert began.micro_batch_size != freely.micro_batch_size
+    assert began.batch.micro != freely.batch.micro
     plan = as_begun(request(config("fsdp2")), began)
     same = ("micro_batch_size", "gradient_accumulation_steps", "defers_exchange", "reshard_after_forward")
     assert all(getattr(plan, name) == getattr(began, name) for name in same) and plan.memory.fits

@@ -101,7 +101,7 @@ def test_the_longest_row_fits_and_the_next_multiple_does_not():
 
     def micro_batch(tokens: int) -> int:
         facts = DataFacts.full_rows(tokens, 0)
-        return plan_run(run, architecture(10**6), facts, machine, 1, explain=False).micro_batch_size
+        return plan_run(run, architecture(10**6), facts, machine, 1, explain=False).batch.micro
 
     assert micro_batch(found["longest"]) == 1
     with pytest.raises(Exception, match="does not fit"):
