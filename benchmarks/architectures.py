@@ -51,10 +51,11 @@ from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans
 from sft_play.planning.search import choose_plan
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.train.session import prepare_session
+from sft_play.ui.console import console, quiet_libraries
 
 ROWS, LONGEST = 12, 40  # of the data
 STEP_TOKENS = 32  # in each of the 4 rows of the step whose memory is measured

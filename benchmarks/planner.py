@@ -54,9 +54,10 @@ from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import saved_profile
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.session import Session, close_session, open_session, ordered_rows
+from sft_play.ui.console import console, quiet_libraries
 
 CPU = torch.device("cpu")
 STEPS = 4  # of each plan and round; the first one is not counted

@@ -50,8 +50,8 @@ from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.model.architecture import units_of
-from sft_play.runlog import console
 from sft_play.sizing.step import StepSpec
+from sft_play.ui.console import console
 
 SHARED = 2  # processes on a single GPU
 CASE_S = 180  # that a case may take, loading included

@@ -50,14 +50,13 @@ from benchmarks.sharded_cases import (
     mixed,
     some_gathered,
 )
+from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
-from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.trace import (
     forward,
@@ -67,6 +66,7 @@ from sft_play.sizing.trace import (
     trained_parameters,
 )
 from sft_play.timeline import PHASES, WHOLE_MODEL
+from sft_play.ui.console import console
 
 CPU = torch.device("cpu")
 CASES, SEED = 200, 22

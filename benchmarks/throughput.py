@@ -60,10 +60,11 @@ from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import peak_flops
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows
 from sft_play.train.session import open_session
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import format_bytes
 
 BASELINE_ROWS = 2  # micro-batch of the TRL side, as in TRL's examples

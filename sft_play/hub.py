@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
 
 ANSWER_SECONDS = 15.0  # until an answer begins, and between its parts
 COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers

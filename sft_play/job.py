@@ -32,9 +32,10 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
 from sft_play.report.layout import make_command
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
+from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
+from sft_play.ui.progress import PLANNING, spinner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

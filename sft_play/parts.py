@@ -1,6 +1,6 @@
 """The parts of a plan, which the description of its training step holds too. Frozen; no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -71,6 +71,10 @@ class Rows:
     sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
 
 
+WAYS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
+SAID = WAYS | {"offload": "recomputed from inputs in RAM"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """What the backward pass needs of the forward pass, and where it comes from."""
@@ -110,6 +114,31 @@ class Activations:
     def kind(self) -> "Activations":
         """Alike for all that differ only in how many layers keep their activations, if some do."""
         return replace(self, kept_layers=min(self.kept_layers, 1))
+
+    @property
+    def way(self) -> str:
+        """What becomes of them, in a word or two."""
+        if self.partly_kept:
+            return "partly kept"
+        return WAYS[self.policy] + ", in tiles" * self.in_tiles
+
+    @property
+    def words(self) -> str:
+        """The same where it is not said otherwise where they are recomputed from."""
+        return "partly kept" if self.partly_kept else SAID[self.policy]
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods that save memory."""
+        tiles = [f"MLPs in {self.mlp_tiles} tiles"] if self.in_tiles else []
+        return ["gradient checkpointing", *tiles] if self.recomputes else tiles
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "Activations":
+        """Those of a plan or of an alternative to it; earlier versions had two ways only."""
+        older = "recompute" if values["gradient_checkpointing"] else "keep"
+        known = {each.name: values.get(JSON_NAMES.get(each.name, each.name)) for each in fields(cls)}
+        return cls(**{"policy": older} | {name: value for name, value in known.items() if value is not None})
 
 
 RECOMPUTED = Activations(policy="recompute")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.launch.environment import find_own_programs
-from sft_play.runlog import set_console
+from sft_play.ui.console import set_console
 
 find_own_programs()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -29,8 +29,8 @@ from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans
 from sft_play.planning.speed import Collectives, collectives_of, derived_profile
-from sft_play.runlog import console
 from sft_play.sizing.estimator import work_of_plans
+from sft_play.ui.console import console
 from sft_play.work import Work
 
 ROWS, FILE = Path(__file__).with_suffix(".json"), RESULTS / "overlap.json"

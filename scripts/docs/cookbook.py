@@ -16,7 +16,7 @@ from sft_play.model.load import planning_config
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES, plans_by_mode
-from sft_play.runlog import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import GIB
 
 # Names in configs/hardware.yaml, and how many

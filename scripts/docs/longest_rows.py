@@ -16,8 +16,8 @@ from sft_play.model.load import planning_config, position_limit
 from sft_play.planning.context import longest_rows
 from sft_play.planning.other_machines import MODES
 from sft_play.report.context import group_of
-from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.console import console, quiet_libraries
 
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
 MODELS = ("meta-llama/Llama-3.1-8B",)

@@ -28,8 +28,8 @@ from sft_play.data.sources import fingerprint, opened
 from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import sources_digest
-from sft_play.report.progress import progress_bar, spinner
-from sft_play.runlog import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"

@@ -30,10 +30,9 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.report.reasons import sentence
-from sft_play.screen import NamedValues
 from sft_play.spelling import as_typed
+from sft_play.ui.progress import PLANNING, spinner
+from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -272,7 +271,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
     )
     try:
-        yield Finding(OK, "method", sentence(choose_precision(config, device)[1]))
+        yield Finding(OK, "method", str(choose_precision(config, device)[1]))
     except ConfigError as error:
         fix = "set train.mixed_precision=auto to use what the device supports"
         yield Finding(ERROR, "method", str(error), fix)

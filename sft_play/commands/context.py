@@ -12,8 +12,8 @@ from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.planning.context import LONGEST, longest_rows, places_of, position_limit
 from sft_play.planning.other_machines import MODES
 from sft_play.report.context import context_report, problem_of
-from sft_play.report.progress import progress_bar
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
 LEAST = 2  # tokens of a row: of a single one, nothing is predicted

@@ -23,7 +23,7 @@ from sft_play.commands.command_line import (
     switch,
 )
 from sft_play.machine import gpus
-from sft_play.runlog import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
@@ -94,7 +94,7 @@ def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
     from sft_play.cache import cache_dir
     from sft_play.commands import check
-    from sft_play.runlog import quiet_libraries
+    from sft_play.ui.console import quiet_libraries
 
     with quiet_libraries(cache_dir() / "check.log"):
         findings = check.check(args.config, args.overrides)

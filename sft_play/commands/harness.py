@@ -26,10 +26,11 @@ from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
-from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.report.record import planned_batch, tree_of
 from sft_play.report.tables import harness_table
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 
 BOOTSTRAPS = 1000  # for standard errors that have no formula

@@ -26,12 +26,13 @@ from sft_play.model.generation import (
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
-from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.report.record import tree_of
 from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import ROLES, Message
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 
 if TYPE_CHECKING:

@@ -34,15 +34,15 @@ from sft_play.planning.other_machines import (
     tokens_per_second,
 )
 from sft_play.planning.speed import ensure_profile
-from sft_play.reasons import AssumedRows, DrawnLengths, Reason
+from sft_play.reasons.evidence import AssumedRows, DrawnLengths
+from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.progress import PLANNING, progress_bar, spinner
-from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
-from sft_play.runlog import quiet_libraries
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.ui.console import quiet_libraries
+from sft_play.ui.progress import PLANNING, progress_bar, spinner
 from sft_play.units import counted
 
 
@@ -65,7 +65,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         if args.context:
             return context_answer(args, resolved, architecture, notes)
         facts, about_rows = _facts(args, resolved, architecture, drawn)
-        notes = [*map(sentence, about_rows), *notes]
+        notes = [*map(str, about_rows), *notes]
         if args.model and not args.gpu:
             if args.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
@@ -97,7 +97,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     command = _command(args, resolved, config, chosen)
     report = plan_report(tree, scales)
     if not facts.seen:
-        notes = [sentence(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
+        notes = [str(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
     if chosen.memory and not args.why:
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report

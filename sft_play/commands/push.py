@@ -12,9 +12,10 @@ from sft_play.hub import access_token, is_network_error, limit_network
 from sft_play.manifest import CARD
 from sft_play.model.weights import finished_weights
 from sft_play.report.card import public_name, write_card
-from sft_play.report.progress import spinner
-from sft_play.runlog import RunDir, console, quiet_libraries
+from sft_play.runlog import RunDir
 from sft_play.secrets import find_secret
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes
 
 ADAPTER_SETTINGS = "adapter_config.json"

@@ -8,9 +8,10 @@ from sft_play.plan import Plan
 from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.facts import DataFacts, row_sizes
 from sft_play.planning.other_machines import scaling
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
 from sft_play.sizing.architecture import planning_architecture
+from sft_play.ui.console import warn
+from sft_play.ui.progress import PLANNING, spinner
 
 
 def add_scaling(run: RunDir) -> None:

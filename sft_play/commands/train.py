@@ -23,22 +23,14 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
 from sft_play.machine.process import ended_by_signals, importing_torch
-from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import (
-    RunDir,
-    console,
-    hold_run,
-    open_run,
-    quiet_libraries,
-    read_json,
-    update_summary,
-    warn,
-)
+from sft_play.runlog import RunDir, hold_run, open_run, read_json, update_summary
+from sft_play.train.multinode import agree_on_plan, connected_machines
+from sft_play.ui.console import console, quiet_libraries, warn
 
 MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
 

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
-from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
+from sft_play.config.methods import initialization_problem
 from sft_play.config.parallel import ParallelConfig
 from sft_play.config.section import Section
 from sft_play.config.train import TrainConfig
@@ -188,7 +189,7 @@ class RunConfig(Section):
         lora, optimizer = self.tuning.lora, self.train.optimizer
         if problem := initialization_problem(self.tuning.mode, lora.init, lora.use_dora):
             raise ValueError(problem)
-        if optimizer == SCHEDULE_FREE and self.train.lr_schedule != "constant":
+        if OPTIMIZERS[optimizer].averages and self.train.lr_schedule != "constant":
             raise ValueError(
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"

@@ -50,9 +50,9 @@ from sft_play.data.workers import (
 from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.manifest import read_manifest
-from sft_play.report.progress import progress_bar
 from sft_play.rows.formats import Conversation, convert, with_format
 from sft_play.runlog import RunDir, read_json
+from sft_play.ui.progress import progress_bar
 
 if TYPE_CHECKING:
     from datasets import Dataset

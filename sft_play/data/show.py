@@ -28,8 +28,8 @@ from sft_play.errors import ConfigError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.layout import columns
 from sft_play.rows.formats import Conversation, convert, detect_format, with_format
-from sft_play.runlog import console
-from sft_play.screen import Words
+from sft_play.ui.console import console
+from sft_play.ui.screen import Words
 
 if TYPE_CHECKING:
     from rich.table import Table

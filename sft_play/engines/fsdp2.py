@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.ddp import with_place
@@ -34,11 +35,11 @@ class Fsdp2(Sharded):
     def problem(self, config: RunConfig) -> str | None:
         """The optimizer cannot update a part of a tensor."""
         optimizer = config.train.optimizer
-        if optimizer == "adamw":
+        if "cut" in OPTIMIZERS[optimizer].divided:
             return None
         return (
             f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which divides each "
-            "weight among the processes; use train.optimizer=adamw, or parallel.engine=ddp"
+            f"weight among the processes; use train.optimizer={DEFAULT}, or parallel.engine=ddp"
         )
 
     def accelerate_config(self, device: str, nodes: int) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from sft_play.choices.optimizers import OPTIMIZERS, Divided
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
@@ -18,19 +19,18 @@ class Zero(Engine):
     """DeepSpeed's ZeRO."""
 
     stage = 0
-    # The weights of a process are joined to one vector. These update each element on its own.
-    optimizers: tuple[str, ...] = ("adamw",)
+    divides_states: Divided = "cut"
     distributed_type = "DEEPSPEED"
     packages = ("deepspeed",)
     distributes = trades_speed = casts_model = shards_state = joins_trained = True
 
     def problem(self, config: RunConfig) -> str | None:
-        """The optimizer does not update each element on its own."""
+        """The states of the optimizer cannot be divided so."""
         optimizer = config.train.optimizer
-        if optimizer in self.optimizers:
+        able = [each.name for each in OPTIMIZERS.values() if self.divides_states in each.divided]
+        if optimizer in able:
             return None
-        supported = " and ".join(self.optimizers)
-        take = "it" if len(self.optimizers) == 1 else "one of them"
+        supported, take = " and ".join(able), "it" if len(able) == 1 else "one of them"
         return (
             f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which supports "
             f"{supported}; use {take}, or parallel.engine=ddp"

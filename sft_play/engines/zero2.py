@@ -86,7 +86,7 @@ class Zero2(Zero):
     """DeepSpeed's ZeRO, stage 2."""
 
     name, label, target, mark, stage = "deepspeed_z2", "ZeRO-2", "train-deepspeed", "z", 2
-    optimizers = ("adamw", "adamw_8bit")
+    divides_states = "joined"
     principle = "partitions optimizer states and gradients"
     file_of_rank = re.compile(r"(?:zero_pp_rank_|rng_state_)(\d+)")
 

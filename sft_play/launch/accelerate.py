@@ -31,8 +31,9 @@ from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
-from sft_play.runlog import RunDir, console, warn
+from sft_play.runlog import RunDir
 from sft_play.secrets import redact_file
+from sft_play.ui.console import console, warn
 from sft_play.units import counted
 
 SCRIPT = SCRIPTS / "train_distributed.py"  # of each rank

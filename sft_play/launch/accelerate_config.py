@@ -13,8 +13,8 @@ from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.report.layout import ending
-from sft_play.runlog import console
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
 
 CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU

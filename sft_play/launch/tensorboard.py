@@ -17,8 +17,9 @@ import psutil
 from sft_play.errors import LaunchError, StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.nodes import LOOPBACK, free_port
-from sft_play.runlog import RunDir, console
+from sft_play.runlog import RunDir
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
 
 PORT = 6006
 LOG = ".tensorboard.log"  # in the folder of runs

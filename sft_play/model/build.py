@@ -36,7 +36,7 @@ from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
@@ -133,8 +134,8 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
     if config.parallel.reshard_after_forward is False:
         yield [{"parallel.reshard_after_forward": "auto"}]
     yield _divisions(request)
-    if train.optimizer == "adamw":
-        yield [{"train.optimizer": "adamw_8bit"}]
+    if lighter_states := OPTIMIZERS[train.optimizer].lighter:
+        yield [{"train.optimizer": lighter_states}]
     device = training_device(request.machine)
     if config.tuning.mode == "full" and device.bf16 and choose_precision(config, device)[0] == "float32":
         yield [{"model.dtype": "bfloat16"}]

@@ -13,7 +13,8 @@ from sft_play.model import float8
 from sft_play.model.attention_table import NAME, within
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import choose_precision
-from sft_play.reasons import CompiledLayers, Reason, Unproven
+from sft_play.reasons.method import CompiledLayers, Unproven
+from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import AUTOCAST

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from sft_play import reasons
-from sft_play.config.methods import PAGED
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
@@ -14,14 +13,15 @@ from sft_play.errors import ConfigError
 from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
-from sft_play.reasons import Reason
+from sft_play.reasons import method
+from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
 LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
 
 
-def choose_precision(config: RunConfig, device: Device) -> tuple[str, reasons.Precision]:
+def choose_precision(config: RunConfig, device: Device) -> tuple[str, method.Precision]:
     """The dtype of the weights, and the autocast type.
 
     Raises:
@@ -38,11 +38,11 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, reasons.Pr
             "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
         )
     if asked != "auto":
-        autocast = reasons.Precision(asked, "config", device.name)
+        autocast = method.Precision(asked, "config", device.name)
     elif device.kind == "cpu":
-        autocast = reasons.Precision("no", "cpu", device.name)
+        autocast = method.Precision("no", "cpu", device.name)
     else:
-        autocast = reasons.Precision("bf16" if device.bf16 else "fp16", "device", device.name)
+        autocast = method.Precision("bf16" if device.bf16 else "fp16", "device", device.name)
     chosen: str = dtype
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
@@ -96,17 +96,17 @@ def require_possible(config: RunConfig, device: Device) -> None:
         config.require_compatible()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    asked, optimizer = config.parallel.engine, config.train.optimizer
+    asked, unpaged = config.parallel.engine, OPTIMIZERS[config.train.optimizer].unpaged
     problem = engine_of(asked).problem(config) if asked != "auto" else None
     problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
     if asked != "auto" and engine_of(asked).joins_trained:
         problem = problem or _several_types(config, device)
     if problem:
         raise ConfigError(problem)
-    if optimizer.startswith(PAGED) and device.kind == "cpu":
+    if unpaged and device.kind == "cpu":
         raise ConfigError(
-            f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
-            f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
+            f"train.optimizer={config.train.optimizer}: states can be paged on a GPU only, and this is "
+            f"{device.name}; use {unpaged}"
         )
 
 

@@ -26,11 +26,11 @@ from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.planning.divided import most_of_a_rank
-from sft_play.runlog import warn
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
+from sft_play.ui.console import warn
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData

@@ -21,8 +21,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
 from sft_play.planning.search import TIE
 from sft_play.planning.sequence import group_sizes
-from sft_play.reasons import TokensDivided
-from sft_play.report.reasons import sentence
+from sft_play.reasons.choices import TokensDivided
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
@@ -63,19 +62,16 @@ def plan_in_groups(
         assert problem
         raise problem
     chosen = _fastest(found)
-    if (
-        found == [chosen]
-        and chosen.sharing.sequence_ranks == config.parallel.sequence_ranks
-        and not ruled_out
-    ):
+    ranks = chosen.sharing.sequence_ranks
+    if found == [chosen] and ranks == config.parallel.sequence_ranks and not ruled_out:
         return chosen
     slower = [
         (plan.sharing.sequence_ranks, plan.step_seconds / chosen.step_seconds)
         for plan in found
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
-    reason = TokensDivided(chosen.sharing.sequence_ranks, tuple(slower), ruled_out)
-    return replace(chosen, why=(*chosen.why, sentence(reason)))
+    reason = TokensDivided(ranks, tuple(slower), ruled_out)
+    return replace(chosen, why=(*chosen.why, str(reason)))
 
 
 def _add_larger_groups(
@@ -137,7 +133,8 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     Of whole rows, recomputing them does not count: groups that would not have to are left out.
     """
     train, auto = config.train, config.train.asked_activations == "auto"
-    recomputes = plan.offloads_activations or (plan.activations.recomputes and plan.sharing.divides_tokens)
+    divided = plan.sharing.divides_tokens
+    recomputes = plan.offloads_activations or (plan.activations.recomputes and divided)
     in_ram = config.parallel.offload == "auto" and plan.sharing.offload != "none"
     return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.activations.in_tiles)
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of, label_of
 from sft_play.plan import Plan
-from sft_play.reasons import Reason, WeightsAlone
+from sft_play.reasons.choices import WeightsAlone
+from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import StepSpec

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from sft_play.config.methods import METHODS, PAGED
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
+from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
@@ -30,26 +31,26 @@ from sft_play.planning.speed import (
     profile_of,
 )
 from sft_play.planning.tiles import may_tile, with_tiles
-from sft_play.reasons import (
+from sft_play.reasons.evidence import (
     AssumedRows,
     Communication,
+    OnlyWhileBusy,
+    ProfileSource,
+    ScratchOffRule,
+    SecondsOfEarlierRun,
+    UnknownFreeMemory,
+    Untraceable,
+)
+from sft_play.reasons.method import (
     Decomposed,
     LayerKernels,
     LoraPlus,
     Noise,
-    OnlyWhileBusy,
     OptimizerStates,
-    ProfileSource,
     Ranks,
-    Reason,
-    ScratchOffRule,
-    SecondsOfEarlierRun,
-    UnknownFreeMemory,
     Unproven,
-    Untraceable,
 )
-from sft_play.report.progress import describe
-from sft_play.report.reasons import sentences
+from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
@@ -61,6 +62,7 @@ from sft_play.sizing.corrections import (
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
 from sft_play.sizing.step import StepSpec
+from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
 
@@ -123,7 +125,7 @@ def plan_run(
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
-    return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *besides]))
+    return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *besides])))
 
 
 def _earlier_runs(
@@ -340,13 +342,12 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
 
     Steps may have to be traced to count the trained elements.
     """
-    optimizer, lora = config.train.optimizer, config.tuning.lora
-    if optimizer != "adamw" and plan.memory is not None:
+    optimizer, lora = OPTIMIZERS[config.train.optimizer], config.tuning.lora
+    if optimizer.name != DEFAULT and plan.memory is not None:
         states, paged = plan.memory.phase_terms["forward"]["optimizer"], None
-        if optimizer.startswith(PAGED):
-            each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
-            paged = each * trained_elements() - states
-        yield OptimizerStates(optimizer, states, paged)
+        if optimizer.unpaged:
+            paged = optimizer.moments * optimizer.bits // 8 * trained_elements() - states
+        yield OptimizerStates(optimizer.name, states, paged)
     if config.tuning.mode != "full" and lora.rank_pattern:
         yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
     if config.tuning.mode != "full" and lora.plus_ratio:

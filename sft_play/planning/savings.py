@@ -7,7 +7,9 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.reasons import MasterWeights, Reason, StatesOnDisk
+from sft_play.reasons.choices import StatesOnDisk
+from sft_play.reasons.method import MasterWeights
+from sft_play.reasons.reason import Reason
 
 
 def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:

@@ -44,7 +44,7 @@ from sft_play.planning.mixes import mixes
 from sft_play.planning.savings import master_weights, states_on_disk
 from sft_play.planning.spare import at_worst, with_less_sent
 from sft_play.planning.tiles import why_tiled, worth_sizing
-from sft_play.reasons import (
+from sft_play.reasons.choices import (
     Activations,
     Dealing,
     EffectiveBatch,
@@ -52,9 +52,9 @@ from sft_play.reasons import (
     MicroBatch,
     Offload,
     OtherKind,
-    Reason,
     Unsized,
 )
+from sft_play.reasons.reason import Reason
 from sft_play.report.misfit import misfit_text
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
@@ -63,13 +63,15 @@ TIE = 0.01
 MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
-_engine = attrgetter("sharing.engine", "sharing.replicas", "sharing.offload")
+ENGINE = ("sharing.engine", "sharing.replicas", "sharing.offload")
+# alike for plans that differ in the micro-batch, and in how many layers keep their activations
+KIND = (*ENGINE, "activations.policy", "activations.in_tiles")
+_engine, _kind = attrgetter(*ENGINE), attrgetter(*KIND)
+# what the plans of a table are told apart by, besides their micro-batch
+_row_kind = attrgetter(*KIND, "activations.partly_kept")
+# what plans of different engines may have in common
+_split = attrgetter("batch.accumulation", "activations.policy")
 _recomputing = attrgetter("activations.recomputes")
-
-
-def _kind(plan: Plan) -> tuple[Any, ...]:
-    """Alike for plans that differ in the micro-batch, and in how many layers keep their activations."""
-    return (*_engine(plan), plan.activations.policy, plan.activations.in_tiles)
 
 
 def choose_plan(
@@ -206,11 +208,6 @@ def _size(plan: Plan) -> int:
     return -plan.batch.accumulation
 
 
-def _split(plan: Plan) -> tuple[int, str]:
-    """What plans of different engines may have in common."""
-    return plan.batch.accumulation, plan.activations.policy
-
-
 def _best_without_memory_limit(drafts: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> Plan | None:
     """The fastest plan so far if more memory would not make it faster; None if it might."""
     fitting = _fitting(sized)
@@ -239,6 +236,10 @@ def _pick_fastest(fitting: list[Plan], seconds_of: SecondsOf) -> tuple[Plan, flo
     best = min(time for _, time in known)
     tied = [(plan, time) for plan, time in known if time <= best * (1 + TIE)]
     return min(tied, key=lambda pair: (_divides(pair[0]), -_size(pair[0]), pair[1]))
+
+
+def _label(plan: Plan) -> str:
+    return engine_of(plan.sharing.engine).label
 
 
 def _divides(plan: Plan) -> bool:
@@ -280,14 +281,11 @@ def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> Mi
         reason = replace(reason, misfit=following.batch.micro, ran_out=ran_out)
     if fitting := _fitting(larger):
         other = max(fitting, key=lambda plan: plan.batch.micro)
+        policy = other.activations.policy
         kind = OtherKind(
             size=other.batch.micro,
-            engine=engine_of(other.sharing.engine).label
-            if other.sharing.engine != chosen.sharing.engine
-            else None,
-            activations=other.activations.policy
-            if other.activations.policy != chosen.activations.policy
-            else None,
+            engine=None if other.sharing.engine == chosen.sharing.engine else _label(other),
+            activations=None if policy == chosen.activations.policy else policy,
         )
         reason = replace(reason, other=kind)
     return reason
@@ -305,7 +303,8 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers
         return Activations(way.policy, "exceed", kept_layers=way.kept_layers, layers=layers)
     if not way.recomputes:
         return Activations("keep", "fit")
-    return Activations("recompute", "exceed" if all(map(_recomputing, fitting)) else "faster")
+    needed = all(map(_recomputing, fitting))
+    return Activations("recompute", "exceed" if needed else "faster")
 
 
 def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
@@ -339,7 +338,7 @@ def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of
     more = _needed(other) - _needed(chosen)
     ours, theirs = seconds_of(chosen), seconds_of(other)
     slower = theirs / ours if ours and theirs and theirs > ours * (1 + TIE) else None
-    return replace(reason, other=engine_of(other.sharing.engine).label, more_bytes=more, slower=slower)
+    return replace(reason, other=_label(other), more_bytes=more, slower=slower)
 
 
 def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
@@ -347,7 +346,7 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
     host = chosen.memory.host if chosen.memory else None
-    reason = Offload(chosen.device, engine_of(chosen.sharing.engine).label, cause, host)
+    reason = Offload(chosen.device, _label(chosen), cause, host)
     if config.parallel.nvme_path:
         on_disk = engine_of(chosen.sharing.engine).weights_on_disk
         return [replace(reason, held="gradients" if on_disk else "weights and gradients")]
@@ -388,11 +387,6 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
     for kind, found in kinds.items():
         rows += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
     return tuple(sorted(rows, key=_preference))
-
-
-def _row_kind(plan: Plan) -> tuple[Any, ...]:
-    """What the plans of a table are told apart by, besides their micro-batch."""
-    return (*_kind(plan), plan.activations.partly_kept)
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:

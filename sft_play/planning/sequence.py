@@ -6,8 +6,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import NAME
 from sft_play.planning.batch import divisors
-from sft_play.reasons import Padded
-from sft_play.report.reasons import padding_cause
+from sft_play.reasons.method import Padded
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import counted
@@ -39,7 +38,7 @@ def require_divisible(
         )
     if padded:
         raise ConfigError(
-            f"{asked} divides rows that are joined end to end, but {padding_cause(padded)}; set "
+            f"{asked} divides rows that are joined end to end, but {padded.why()}; set "
             "parallel.sequence_parallel_size=1"
         )
     if attention != NAME:

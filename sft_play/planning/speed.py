@@ -25,8 +25,8 @@ from sft_play.planning.devices import training_device, training_threads
 from sft_play.planning.drafts import choose_precision
 from sft_play.planning.plausible import believed
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
-from sft_play.report.progress import spinner
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
+from sft_play.ui.progress import spinner
 
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from sft_play.plan import HostMemory, Memory, Plan
-from sft_play.report.reasons import ACTIVATIONS
 from sft_play.units import counted, format_bytes
 
 
@@ -13,12 +12,9 @@ def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     assert memory
     host = memory.host if memory.host and not memory.host.fits else None
     terms = host.terms if host else memory.terms
-    checkpointing = ", gradient checkpointing" if smallest.activations.recomputes else ""
-    checkpointing += (
-        f", MLPs in {smallest.activations.mlp_tiles} tiles" if smallest.activations.in_tiles else ""
-    )
+    methods = "".join(f", {method}" for method in smallest.activations.methods)
     first = (
-        f"this run does not fit: the smallest plan (micro-batch {smallest.batch.micro}{checkpointing}) "
+        f"this run does not fit: the smallest plan (micro-batch {smallest.batch.micro}{methods}) "
         f"{_excess(memory, host)}"
     )
     if not explain:
@@ -44,8 +40,7 @@ def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -
         ram = f" and {format_bytes(host.needed_bytes)} of RAM" if host else ""
         needs = f"{format_bytes(plan.memory.process_bytes)} a process{ram}"
         speed_text = f", {speed:,.0f} tokens/s" if speed else ""
-        how = "partly kept" if plan.activations.kept_layers else ACTIVATIONS[plan.activations.policy]
-        split = f"micro-batch {plan.batch.micro}, activations {how}"
+        split = f"micro-batch {plan.batch.micro}, activations {plan.activations.words}"
         lines += [f"  {command}", f"    {needs}, {split}{speed_text}"]
     return "\n".join(lines)
 

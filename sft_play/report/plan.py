@@ -9,11 +9,12 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.parts import Activations
+from sft_play.reasons.evidence import link_text
 from sft_play.report.layout import Bar, apart, bullets, columns
-from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
-from sft_play.screen import NamedValues, Words
 from sft_play.spelling import as_typed
+from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
@@ -100,13 +101,8 @@ def _kind(row: Mapping[str, Any]) -> tuple[bool, str, str, int, str]:
 
 
 def way_of(row: Mapping[str, Any]) -> str:
-    """What becomes of activations, in a word or two; plans of earlier versions tell of two ways only."""
-    if row.get("kept_layers"):
-        return "partly kept"
-    tiled = ", in tiles" if row.get("mlp_tiles", 1) > 1 else ""
-    if row.get("activations") == "offload":
-        return f"offloaded{tiled}"
-    return f"recomputed{tiled}" if row["gradient_checkpointing"] else "kept"
+    """What becomes of activations, in a word or two."""
+    return Activations.of_json(row).way
 
 
 def _engine(row: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.process import importing_libraries
 from sft_play.model.files import model_key
 from sft_play.model.published import asked_before_the_hub
-from sft_play.report.progress import LIBRARIES, spinner
+from sft_play.ui.progress import LIBRARIES, spinner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

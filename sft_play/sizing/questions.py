@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sft_play.choices import optimizers
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS, NAME
-from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
+from sft_play.reasons.method import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
 from sft_play.sizing.step import StepSpec
 from sft_play.units import format_bytes
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in NF4, with its share of double-quantized scales
 MOST_IN_EXPERTS = 0.1  # of the weights: more than this is not worth 4-bit layers around it
-CLAMPS_WEIGHTS = {"gemma3n_text"}
 BY_LONGEST = {"dynamic", "longrope"}  # types of RoPE whose angles depend on the longest position of a batch
 
 
@@ -29,10 +29,8 @@ def hidden_size(config: "PretrainedConfig") -> int:
 
 
 def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:
-    """As `optimizers.state_bytes`."""
-    from sft_play.sizing.optimizers import state_bytes
-
-    return state_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
+    """As in `choices.optimizers`."""
+    return optimizers.state_bytes(optimizer, device, elements)
 
 
 def trained_elements(
@@ -228,9 +226,10 @@ def four_bit(config: "PretrainedConfig") -> FourBit:
     from transformers.pytorch_utils import Conv1D
 
     from sft_play.model.architecture import empty_model
+    from sft_play.model.families import family_of
     from sft_play.model.targets import fused_experts
 
-    if config.get_text_config().model_type in CLAMPS_WEIGHTS:
+    if family_of(config.get_text_config()).clamps_weights:
         raise ConfigError(
             f"tuning.mode=qlora: {config.model_type} clamps weights while it trains, which 4-bit ones do not "
             "allow; set tuning.mode=lora"

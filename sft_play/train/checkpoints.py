@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
@@ -32,9 +33,10 @@ from sft_play.manifest import (
 )
 from sft_play.model.files import foreign_weights
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
+from sft_play.ui.console import warn
 
 STATE = "trainer_state.json"
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
@@ -125,7 +127,7 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     """
     if is_split_as(checkpoint, engine_of(plan.sharing.engine), processes):
         return False
-    if config.train.optimizer == "adamw":
+    if "cut" in OPTIMIZERS[config.train.optimizer].divided:
         return True
     saved, found = saved_by(checkpoint), "in one piece"
     count, engine = plan.sharing.world_size, next(known for known in ENGINES if known.distributes)

@@ -20,8 +20,8 @@ from sft_play.model.build import local_device
 from sft_play.plan import Plan
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
-from sft_play.report.progress import spinner
-from sft_play.runlog import console, warn
+from sft_play.ui.console import console, warn
+from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration
 
 Value = TypeVar("Value")

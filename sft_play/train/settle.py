@@ -15,13 +15,12 @@ from sft_play.planning.devices import training_device
 from sft_play.planning.measured_speed import Timing, read_speed, speed_path, write_times
 from sft_play.planning.speed import profile_of
 from sft_play.report.probe import probe_line
-from sft_play.report.reasons import ACTIVATIONS
-from sft_play.runlog import console, warn
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.session import Session, close_session, prepare_session
+from sft_play.ui.console import console, warn
 from sft_play.units import format_bytes, format_duration
 
 SEARCH_SECONDS = 60.0  # with train.probe=search
@@ -131,10 +130,7 @@ def _fastest_by_measurement(
         found = probe(session)
         seconds = found.step_seconds if found.fits(other) else None
         said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
-        activations = (
-            "partly kept" if other.activations.kept_layers else ACTIVATIONS[other.activations.policy]
-        )
-        tried = f"micro-batch {other.batch.micro}, activations {activations}"
+        tried = f"micro-batch {other.batch.micro}, activations {other.activations.words}"
         console().print(f"  tried {tried}: {said}", style="dim")
         if seconds is not None:
             timed.append((other, found))

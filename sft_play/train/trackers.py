@@ -29,7 +29,8 @@ from sft_play.launch.tensorboard import link_run
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
 from sft_play.report.tables import METRICS, said_of
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import warn
 from sft_play.units import format_bytes
 
 # The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.

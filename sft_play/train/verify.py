@@ -16,9 +16,9 @@ from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.model.sequence_parallel import KEY, Part, divide
 from sft_play.plan import Plan
-from sft_play.report.reasons import ranks_text
-from sft_play.runlog import console
+from sft_play.reasons.choices import ranks_text
 from sft_play.train.ranks import from_all
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 
 ISOLATION_TOKENS = 8

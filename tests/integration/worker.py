@@ -20,11 +20,11 @@ with importing_torch():  # as a rank does
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model import decomposition
-    from sft_play.runlog import quiet_libraries
     from sft_play.train import session
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train
     from sft_play.train.session import prepare_session
+    from sft_play.ui.console import quiet_libraries
     from tests.integration.loading import load
     from tests.integration.remains import remains_of_probes
     from tests.jobs import make_job

@@ -21,7 +21,8 @@ from sft_play.commands.infer import (
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
 from sft_play.rows.formats import FORMATS
 from sft_play.rows.json_files import Row
-from sft_play.runlog import RunDir, set_console, update_summary
+from sft_play.runlog import RunDir, update_summary
+from sft_play.ui.console import set_console
 from tests.conftest import file_size_limit
 from tests.unit.finished_run import make_config, question_rows, train_by_heart, write_rows
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from sft_play.choices.optimizers import state_bytes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import config_file, read_config
@@ -17,7 +18,6 @@ from sft_play.engines.zero3 import sub_groups
 from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.budget import device_budget
 from sft_play.sizing.memory import SizedStep, estimate
-from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import update_bytes
 from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
@@ -266,7 +266,7 @@ def test_zero3_with_offload_on_a_cpu_has_all_of_it_in_its_only_memory():
 @pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("adamw_8bit", 2)])
 def test_states_of_a_share_are_those_of_the_optimizer(optimizer, each, elements):
     """In 8 bits, those of 4,096 elements or more, with a scale for every 256."""
-    found = state_bytes(StepSpec(mode="full", optimizer=optimizer), elements)
+    found = state_bytes(optimizer, "cpu", elements)
     scales = 0 if each == 8 else 2 * 4 * -(-elements // 256)
     assert found == (8 * elements if elements < 4096 else each * elements + scales)
 

@@ -25,8 +25,7 @@ from sft_play.errors import ConfigError
 from sft_play.model import attention
 from sft_play.model.attention_choice import choose_attention, why_padded
 from sft_play.model.attention_table import ATTENTIONS
-from sft_play.reasons import Padded
-from sft_play.report.reasons import padding_cause
+from sft_play.reasons.method import Padded
 
 
 def test_the_table_has_a_row_for_each_value_of_the_setting():
@@ -153,9 +152,7 @@ def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
     name = choose_attention("auto", config, "cpu")
     assert why_padded(False, "auto", config, name) == reason
     for asked in ((True, "auto"), (False, True)):
-        with pytest.raises(
-            ConfigError, match=f"train.*=true joins rows .*, but {padding_cause(reason)}; set train"
-        ):
+        with pytest.raises(ConfigError, match=f"train.*=true joins rows .*, but {reason.why()}; set train"):
             why_padded(*asked, config, name)
 
 

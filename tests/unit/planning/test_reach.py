@@ -9,7 +9,7 @@ from sft_play.planning.devices import training_device
 from sft_play.planning.drafts import leanest
 from sft_play.planning.reach import within_reach
 from sft_play.planning.run import allowed_plans, estimator_of_run
-from sft_play.reasons import WeightsAlone
+from sft_play.reasons.choices import WeightsAlone
 from sft_play.sizing.architecture import Architecture
 from tests.unit.planning.test_run import FACTS
 

@@ -10,15 +10,15 @@ from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import (
+from sft_play.reasons.choices import (
     Activations,
     EngineChoice,
     GatheredWeights,
-    MasterWeights,
     MicroBatch,
     Offload,
     OtherKind,
 )
+from sft_play.reasons.method import MasterWeights
 from sft_play.units import GIB
 from tests.plans import plan_with
 
@@ -351,7 +351,7 @@ def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
 
     choose(config(gradient_checkpointing=True), counting, clock(0.1))
     assert [plan.batch.micro for plan in asked] == [1, 2, 4, 8]
-    assert replace(asked[0], micro_batch_size=1) == asked[0]
+    assert plan_with(asked[0], micro_batch_size=1) == asked[0]
 
 
 def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():

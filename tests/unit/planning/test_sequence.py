@@ -11,7 +11,7 @@ from sft_play.plan import Device
 from sft_play.planning.clock import sent_bytes, sequence_messages
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans
-from sft_play.report.reasons import batch_sentence
+from sft_play.reasons.choices import EffectiveBatch
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import StepSpec
 from tests.plans import plan_with
@@ -76,7 +76,7 @@ def test_the_effective_batch_stays_and_a_group_counts_once():
     assert divided.sharing.sequence_ranks == 3 and divided.sharing.data_ranks == 2
     same = plan_with(divided, world_size=2, sequence_ranks=1)
     assert whole == same  # rows, micro-batches, steps and rate
-    assert batch_sentence(divided) == (
+    assert str(EffectiveBatch(divided)) == (
         "effective batch 8 sequences = micro-batch 2 x accumulation 2 x 2 groups of 3 processes"
     )
 

@@ -18,7 +18,7 @@ from sft_play.machine.host import Host
 from sft_play.plan import EARLIER
 from sft_play.planning import measurement, run, speed
 from sft_play.planning.profile import Curve, derived_from_data_sheet
-from sft_play.reasons import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
+from sft_play.reasons.evidence import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False

@@ -13,7 +13,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans, plan_run
 from sft_play.planning.search import choose_plan
 from sft_play.planning.tiles import may_tile, with_tiles
-from sft_play.reasons import Tiles
+from sft_play.reasons.choices import Tiles
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import GIB
 from tests.unit.planning.test_search import GPU, clock, config

@@ -9,6 +9,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import load
+from sft_play.model.families import FAMILIES, Family
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
 from sft_play.sizing.step import JoinedRows, StepSpec
@@ -63,7 +64,7 @@ def test_another_architecture_is_asked_anew():
 
 
 def test_an_error_is_not_kept(monkeypatch):
-    monkeypatch.setattr(questions, "CLAMPS_WEIGHTS", {"llama"})
+    monkeypatch.setitem(FAMILIES, "llama", Family(clamps_weights=True))
     for _ in range(2):
         with pytest.raises(ConfigError, match="clamps weights"):
             Architecture.of(small_config("llama", WIDE)).ask(questions.four_bit)

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.layout import Bar, ending, header, make_command
-from sft_play.report.progress import spinner
-from sft_play.runlog import set_console
-from sft_play.screen import CONTROL, NamedValues, Screen, Words, visible, whole_words
+from sft_play.ui.console import set_console
+from sft_play.ui.progress import spinner
+from sft_play.ui.screen import CONTROL, NamedValues, Screen, Words, visible, whole_words
 
 PATH = "/home/a/folder/whose/name/is/longer/than/a/line/of/forty/cells"
 

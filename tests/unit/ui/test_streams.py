@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from sft_play.errors import StorageError
-from sft_play.streams import open_output
+from sft_play.ui.streams import open_output
 
 TEXT = "a line of text \u2192\n" * 20_000
 
@@ -27,7 +27,7 @@ def test_a_pipe_that_does_not_block_gets_everything():
 
 
 def test_bytes_that_are_not_utf_8_can_be_read_and_closed_streams_are_nothing():
-    code = "from sft_play.streams import secure_streams; secure_streams(); print(ascii(input()))"
+    code = "from sft_play.ui.streams import secure_streams; secure_streams(); print(ascii(input()))"
     command = [sys.executable, "-X", "utf8", "-c", code]
     assert subprocess.check_output(command, input=b"a\xff\n") == b"'a\\udcff'\n"
     ended = subprocess.run(["bash", "-c", '"$@" <&- >&-', "-", *command], stderr=subprocess.PIPE, text=True)

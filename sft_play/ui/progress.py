@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 LIBRARIES = "loading PyTorch and transformers"
 LOADING = "loading the weights"

@@ -3,8 +3,8 @@ import sys
 
 from rich.console import Console
 
-from sft_play.report.progress import describe, progress_bar, spinner
-from sft_play.runlog import set_console
+from sft_play.ui.console import set_console
+from sft_play.ui.progress import describe, progress_bar, spinner
 
 
 def shown(terminal):
