@@ -207,7 +207,7 @@ def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     job = Job(resolved, None, Architecture.of(MODEL), None, None, asked.machine, first)
     again = plan_again(job, takes_less(first))
     assert (again.sharing.sequence_ranks, again.batch.micro, again.batch.accumulation) == (2, 2, 4)
-    assert again.batch.effective == first.effective_batch_size and again.sharing.engine == first.engine
+    assert again.batch.effective == first.batch.effective and again.sharing.engine == first.sharing.engine
     assert again.memory.budget_bytes == first.memory.budget_bytes and again.memory.fits
 
 
