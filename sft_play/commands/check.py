@@ -285,8 +285,9 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
-    from sft_play.planning.advice import Request, changed_command, plan_or_advise
+    from sft_play.planning.advice import changed_command, plan_or_advise
     from sft_play.planning.facts import DataFacts, row_sizes
+    from sft_play.planning.request import Request
     from sft_play.report.plan import process_unit
     from sft_play.sizing.architecture import planning_architecture
 

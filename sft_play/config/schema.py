@@ -1,5 +1,6 @@
 """All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
@@ -179,6 +180,15 @@ class RunConfig(Section):
             )
         self.require_compatible()
         return self
+
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """A copy with other settings, by their dotted names; `require_compatible` checks it."""
+        config = self
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            part = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: part})
+        return config
 
     def require_compatible(self) -> None:
         """Checks the methods of a run against each other; for a copy with another mode or engine.

@@ -6,7 +6,7 @@ dividing a model has made published steps longer by more than this (benchmarks/e
 slower than in data sheets, and computation is, while they are in use. Units: seconds, bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from sft_play.plan import Clock, Plan
 from sft_play.planning.devices import training_threads
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
+from sft_play.planning.request import Request
 from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -69,16 +70,15 @@ def step_seconds(
     )
 
 
-def plan_clock(
-    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
-) -> Clock:
-    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
+def plan_clock(request: Request, *, link: bool = True) -> Clock:
+    """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
-    So many processes share the machine; without `link`, communication between them takes no time. Where
-    weights are sent for each micro-batch, the seconds are unknown if communication is.
+    Without `link`, communication between processes takes no time. Where weights are sent for each
+    micro-batch, the seconds are unknown if communication is.
     """
-    threads, profile = training_threads(machine, processes) or 1, profile_of(machine, processes)
-    work_of = work_of_plans(config, batches_of(config, facts), threads)
+    facts, machine, processes = request.facts, request.machine, request.processes
+    profile = profile_of(machine, processes)
+    work_of = work_of_request(request)
     inside = cache(lambda count: collectives_of(machine, count))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 
@@ -144,6 +144,12 @@ def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> 
     # a copy counts as read and written, which is once over the link
     transfer = copied / 2 / link + float(cpu.elementwise.at(np.array(summed)) if summed else 0.0)
     return sum(parts) - parts.update + update + transfer
+
+
+def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work]:
+    """The work of a micro-batch of its plans."""
+    threads = training_threads(request.machine, request.processes) or 1
+    return work_of_plans(request.architecture, batches_of(request.architecture, request.facts), threads)
 
 
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:

@@ -67,19 +67,6 @@ def leanest(drafts: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in lean if draft.activations.in_tiles] or lean
 
 
-def with_offload(config: RunConfig, place: str) -> RunConfig:
-    """The run that keeps what it can in this place, or nowhere, unless its config says where."""
-    if config.parallel.offload != "auto":
-        return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": place})})
-
-
-def with_groups(config: RunConfig, ranks: int) -> RunConfig:
-    """The run in which groups of so many processes divide the tokens of micro-batches."""
-    parallel = config.parallel.model_copy(update={"sequence_parallel_size": ranks})
-    return config.model_copy(update={"parallel": parallel})
-
-
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
     rate = scaled_learning_rate(config.train, draft.batch.effective)

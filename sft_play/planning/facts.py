@@ -174,6 +174,11 @@ class DataFacts:
         weights = row_weights(self.shares) if self.shares else None
         return float(np.average(self.lengths, weights=weights)) * plan.rows_per_step / plan.sharing.world_size
 
+    def tokens_per_second(self, plan: Plan) -> float | None:
+        """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
+        tokens = self.tokens_per_process(plan) * plan.sharing.world_size
+        return tokens / plan.step_seconds if plan.step_seconds else None
+
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
     ) -> tuple[int, int]:

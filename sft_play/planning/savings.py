@@ -33,16 +33,15 @@ def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[tuple[RunConfig, Pla
     bf16 = plan.device == "cpu" or plan.precision.autocast == "bf16"
     if config.tuning.mode == "full" and bf16 and not engine_of(plan.sharing.engine).casts_model:
         dtype = "bfloat16" if plan.precision.dtype == "float32" else "float32"
-        changed = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        yield changed, replace(plan, precision=replace(plan.precision, dtype=dtype))
+        precision = replace(plan.precision, dtype=dtype)
+        yield config.changed({"model.dtype": dtype}), replace(plan, precision=precision)
 
 
 def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
     """What `parallel.nvme_path` saves: the same plan without it is sized."""
     folder = config.parallel.nvme_path
     if folder and plan.memory:
-        parallel = config.parallel.model_copy(update={"nvme_path": None})
-        kept = estimate(config.model_copy(update={"parallel": parallel}), plan, complete=True)
+        kept = estimate(config.changed({"parallel.nvme_path": None}), plan, complete=True)
         files = "AdamW's states" + " and weights" * engine_of(plan.sharing.engine).weights_on_disk
         yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
 

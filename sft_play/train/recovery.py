@@ -97,10 +97,10 @@ def smaller_job(job: Job) -> Job:
 
 def _with(job: Job, section: str, **settings: Any) -> Job:
     """The job with other settings in a section of its config."""
-    changed = getattr(job.config, section).model_copy(update=settings)
-    config = job.config.model_copy(update={section: changed})
-    typed = (f"{section}.{name}={value}" for name, value in settings.items())
-    resolved = replace(job.resolved, config=config, overrides=(*job.resolved.overrides, *typed))
+    named = {f"{section}.{name}": value for name, value in settings.items()}
+    typed = (f"{name}={value}" for name, value in named.items())
+    config, overrides = job.config.changed(named), (*job.resolved.overrides, *typed)
+    resolved = replace(job.resolved, config=config, overrides=overrides)
     return replace(job, resolved=resolved)
 
 

@@ -64,7 +64,7 @@ def training_rows(
     pad_id: int,
     shares: Sequence[Share] | None = None,
 ) -> TrainingRows:
-    """All micro-batches of the run in training order: `plan.schedule.total_steps` x accumulation x world size.
+    """All micro-batches of the run in training order: optimizer steps x accumulation x world size.
 
     The data set has columns input_ids, labels and length; shares say how often each row is seen per epoch,
     None for once.

@@ -82,7 +82,7 @@ def test_a_run_that_does_not_fit_is_an_error_with_what_would_help(config, tiny_m
     )
     findings = check.check(config(model__name=str(folder)), machine=CPU_ONLY)
     assert "plan: this run does not fit: the smallest plan (micro-batch 1" in errors(findings)
-    assert "no setting makes it fit" in errors(findings) and exit_code(findings) == 2
+    assert "no single setting makes it fit" in errors(findings) and exit_code(findings) == 2
 
 
 def test_a_broken_row_behind_the_first_is_found(config, tiny_model, tmp_path):

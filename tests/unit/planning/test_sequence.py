@@ -7,11 +7,14 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3NextConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.plan import Device
+from sft_play.machine.gpus import Machine
+from sft_play.machine.host import Host
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.clock import sent_bytes, sequence_messages
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import allowed_plans
+from sft_play.planning.request import Request
 from sft_play.reasons.choices import EffectiveBatch
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import StepSpec
 from tests.plans import plan_with
@@ -19,7 +22,18 @@ from tests.plans import plan_with
 LLAMA = dict(
     hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=64,
 )  # fmt: skip
-CPU = Device(kind="cpu", name="the CPU", bf16=True)
+CPU = Machine(
+    gpus=(),
+    note="",
+    host=Host(
+        cpu_model=None,
+        cpu_cores=2,
+        cpu_bf16=None,
+        ram_total_bytes=None,
+        ram_free_bytes=None,
+        ram_limited=False,
+    ),
+)
 LENGTHS = np.array([40, 24, 33, 8] * 4)
 FACTS = DataFacts(LENGTHS, LENGTHS - 1, 40, float(LENGTHS.mean()), float((LENGTHS**2).mean()), seed=0)
 
@@ -32,8 +46,8 @@ def run(size: int, **sections) -> RunConfig:
 
 
 def plans(config: RunConfig, architecture=None, processes: int = 6, machines: int = 1):
-    architecture = architecture or LlamaConfig(**LLAMA)
-    return allowed_plans(config, architecture, FACTS, CPU, processes, machines)[0]
+    model = Architecture.of(architecture or LlamaConfig(**LLAMA))
+    return allowed_plans(Request(config, model, FACTS, CPU, processes, machines))[0]
 
 
 @pytest.mark.parametrize(

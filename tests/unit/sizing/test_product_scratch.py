@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from sft_play.config.schema import RunConfig
-from sft_play.planning.run import scratch_reasons
+from sft_play.planning.explain import scratch_reasons
 from sft_play.sizing import product_scratch, step
 from sft_play.sizing.product_scratch import MEASURED, Product, ScratchRule, rule_of
 from sft_play.sizing.step import JoinedRows, StepSpec

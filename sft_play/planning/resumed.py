@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.parallel import ParallelConfig
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Plan
-from sft_play.planning.advice import Request
-from sft_play.planning.drafts import with_groups
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.runlog import continued_run, read_json
 
 
@@ -25,21 +25,15 @@ def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
     return None
 
 
-def as_begun(request: Request, earlier: Plan) -> Plan | None:
+def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
     """A plan that computes as an earlier one did; None if it does not fit, or is not allowed any more.
 
     A plan with which memory has run out does not fit.
     """
+    ways = _ways_of(earlier, request.config.parallel)
+    again = request.in_groups_of(earlier.sharing.sequence_ranks).changed(ways)
     try:
-        plan = plan_run(
-            _with_ways(with_groups(request.config, earlier.sharing.sequence_ranks), earlier),
-            request.architecture,
-            request.facts,
-            request.machine,
-            request.processes,
-            machines=request.machines,
-            accept=lambda draft: _kept(draft) == _kept(earlier),
-        )
+        plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
     except (DoesNotFitError, ConfigError):
         return None
     return None if plan.memory and plan.memory.ran_out else plan
@@ -55,12 +49,11 @@ def _kept(plan: Plan) -> list[Any]:
     ]
 
 
-def _with_ways(config: RunConfig, earlier: Plan) -> RunConfig:
-    """The config with the ways to send less that an earlier plan chose, where they are left to the plan."""
-    engine, parallel = engine_of(earlier.sharing.engine), config.parallel
-    found: dict[str, Any] = {}
-    if engine.can_keep_gathered and parallel.reshard_after_forward == "auto":
-        found["reshard_after_forward"] = earlier.sharing.reshard_after_forward
-    if engine.can_defer and parallel.defer_exchange == "auto":
-        found["defer_exchange"] = earlier.sharing.defers_exchange
-    return config.model_copy(update={"parallel": parallel.model_copy(update=found)})
+def _ways_of(earlier: Plan, asked: ParallelConfig) -> dict[str, Any]:
+    """The ways to send less that an earlier plan chose, where they are left to the plan."""
+    engine, found = engine_of(earlier.sharing.engine), dict[str, Any]()
+    if engine.can_keep_gathered and asked.reshard_after_forward == "auto":
+        found["parallel.reshard_after_forward"] = earlier.sharing.reshard_after_forward
+    if engine.can_defer and asked.defer_exchange == "auto":
+        found["parallel.defer_exchange"] = earlier.sharing.defers_exchange
+    return found

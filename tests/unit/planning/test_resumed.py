@@ -9,17 +9,18 @@ from transformers import LlamaConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
-from sft_play.planning.advice import Request
-from sft_play.planning.begun import as_begun, earlier_plan
 from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
-from sft_play.sizing.architecture import text_of
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
+from sft_play.planning.resumed import earlier_plan, resumed_plan
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.corrections import record_path, write_ran_out
-from tests.plans import plan_with
 
-LLAMA = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+LLAMA = Architecture.of(
+    LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
 )
 LENGTHS = np.array([40, 24, 33, 8] * 16)
 FACTS = DataFacts(LENGTHS, LENGTHS - 1, 40, float(LENGTHS.mean()), float((LENGTHS**2).mean()), seed=0)
@@ -38,16 +39,16 @@ def request(run: RunConfig) -> Request:
 @pytest.fixture(scope="module")
 def freely():
     """The plan that is chosen without an earlier one."""
-    return plan_run(config(), LLAMA, FACTS, MACHINE, 2)
+    return fastest_plan(request(config()))
 
 
 @pytest.mark.thorough
 def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan():
-    began = plan_run(config("fsdp2", batch_size=2), LLAMA, FACTS, MACHINE, 2)
-    began = plan_with(began, defers_exchange=not began.sharing.defers_exchange)
-    freely = plan_run(config("fsdp2"), LLAMA, FACTS, MACHINE, 2)
-    assert began.batch.micro != freely.batch.micro
-    plan = as_begun(request(config("fsdp2")), began)
+    began = fastest_plan(request(config("fsdp2", batch_size=2)))
+    began = plan_with(began, defers_exchange=not began.defers_exchange)
+    freely = fastest_plan(request(config("fsdp2")))
+    assert began.micro_batch_size != freely.micro_batch_size
+    plan = resumed_plan(request(config("fsdp2")), began)
     same = ("micro_batch_size", "gradient_accumulation_steps", "defers_exchange", "reshard_after_forward")
     assert all(getattr(plan, name) == getattr(began, name) for name in same) and plan.memory.fits
 
@@ -61,20 +62,20 @@ def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan
     ],
 )
 def test_another_number_of_processes_engine_or_type_is_planned_anew(freely, run, changes):
-    assert as_begun(request(run), replace(freely, **changes)) is None
+    assert resumed_plan(request(run), replace(freely, **changes)) is None
 
 
 def test_what_the_config_says_now_comes_first(freely):
     """A plan with another micro-batch than that of the config is not the one with which the run goes on."""
-    assert as_begun(request(config(batch_size=1)), freely) is None
+    assert resumed_plan(request(config(batch_size=1)), freely) is None
 
 
 def test_a_plan_with_which_memory_has_run_out_is_not_taken_again(freely):
     run = config(batch_size=4)
-    began = plan_run(run, LLAMA, FACTS, MACHINE, 2)
-    assert as_begun(request(run), began)
-    write_ran_out(record_path(text_of(LLAMA), training_device(MACHINE).name, run, began), began)
-    assert as_begun(request(run), began) is None
+    began = fastest_plan(request(run))
+    assert resumed_plan(request(run), began)
+    write_ran_out(record_path(LLAMA.text, training_device(MACHINE).name, run, began), began)
+    assert resumed_plan(request(run), began) is None
 
 
 def test_the_plan_is_that_of_the_run_or_of_the_checkpoint(freely, tmp_path):
