@@ -77,5 +77,6 @@ def test_inputs_in_ram_take_the_time_of_their_way_over_the_link():
     assert away - here == pytest.approx(4 * copied / host_link(machine), rel=0.05)
     unknown = replace(machine, gpus=tuple(replace(gpu, link=None) for gpu in machine.gpus))
     assert (
-        plan_clock(Request(run, LARGE, facts, unknown, 1))(run, plan_with(plan, activations="offload")) is None
+        plan_clock(Request(run, LARGE, facts, unknown, 1))(run, plan_with(plan, activations="offload"))
+        is None
     )

@@ -378,7 +378,7 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     """A plan that the search takes for roomy is dropped if its replay shows that it does not fit."""
     budget = 4 * GIB
     first = planned(run(memory_gib=4), what_if("T4"))
-    largest = first.micro_batch_tokens
+    largest = first.rows.most_tokens
     whole = memory.reserved_bytes
 
     def much_for_the_largest(step, peak_bytes, device, warmup_bytes):
@@ -387,7 +387,7 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
 
     monkeypatch.setattr(memory, "reserved_bytes", much_for_the_largest)
     second = planned(run(memory_gib=4), what_if("T4"))
-    assert second.micro_batch_tokens < largest
+    assert second.rows.most_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
 
 
