@@ -204,13 +204,13 @@ def run_rank(argv: list[str]) -> int:
         return report_error(problem)
     args = parse(argv, RANK)
     from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer
-    from sft_play.machine.process import importing_torch
+    from sft_play.machine.process import importing_libraries
 
     ranks = SINGLE_PROCESS
     try:
         ranks = RankEnvironment.read()
         ranks.require_whole_world()
-        with importing_torch():
+        with importing_libraries():
             from sft_play.commands.rank import run_rank as train_rank
 
         train_rank(args.config, args.overrides, ranks, probe_only=args.probe)

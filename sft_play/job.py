@@ -16,7 +16,6 @@ from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig, dump_resolved
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
-from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import code_commit, installed_versions
@@ -109,7 +108,6 @@ def prepare_job(
             earlier = earlier_plan(config, run.path)
             resumed = resumed_plan(request, earlier) if earlier else None
             plan = resumed or plan_or_advise(request, partial(changed_command, resolved))
-    engine_of(plan.sharing.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
 

@@ -26,11 +26,12 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model import attention, four_bit
 from sft_play.model.attention import type_name
 from sft_play.sizing import fake
-from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
+from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import layer_hooks, trained_parameters
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.units import AUTOCAST, SIXTEEN_BIT
+from sft_play.upstream.patching import patched
 
 
 def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:

@@ -19,10 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
 from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
-from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
-from sft_play.hub import limit_network
-from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
@@ -34,6 +31,7 @@ from sft_play.spelling import as_typed
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
+from sft_play.upstream.huggingface_hub import limit_network
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
@@ -72,7 +70,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         findings += disk_findings(Path(config.output.dir))
         if not exit_code(findings):
             findings.append(plan_finding(materialise(resolved), machine))
-    return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
+    return [*findings, *device_findings(machine), *version_findings(machine)]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -379,11 +377,3 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         what = f"torch {seen['torch']} is a CPU build, but this machine has a GPU"
         fix = "run `rm -r .venv && make install` with a package index that has the CUDA build of torch"
         yield Finding(ERROR, "versions", what, fix)
-
-
-def accelerate_findings(machine: Machine) -> list[Finding]:
-    """Checks that accelerate's default config, if any, fits this machine."""
-    processes = len(machine.gpus) or CPU_PROCESSES
-    stale = stale_default_config(processes, distributed_engines()[0] if processes > 1 else ALONE)
-    fix = "run `make setup-accelerate AUTO=1`, or remove the file"
-    return [Finding(WARNING, "accelerate", stale, fix)] if stale else []

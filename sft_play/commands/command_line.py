@@ -212,12 +212,12 @@ def loaded_config(args: Arguments) -> "RunConfig":
 
 
 @contextmanager
-def importing(*, torch: bool = False) -> Iterator[None]:
-    """A live line while libraries are imported, which takes seconds; whether PyTorch is among them."""
-    from sft_play.machine.process import importing_libraries, importing_torch
+def importing() -> Iterator[None]:
+    """A live line while libraries are imported, which takes seconds."""
+    from sft_play.machine.process import importing_libraries
     from sft_play.ui.progress import LIBRARIES, spinner
 
-    with spinner(LIBRARIES), importing_torch() if torch else importing_libraries():
+    with spinner(LIBRARIES), importing_libraries():
         yield
 
 

@@ -19,7 +19,6 @@ from sft_play.commands.models import BASE, MERGED, trained_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
 from sft_play.extras import install_command
-from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import load_chat_tokenizer, say_stops
@@ -32,6 +31,7 @@ from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
+from sft_play.upstream.huggingface_hub import limit_network
 
 BOOTSTRAPS = 1000  # for standard errors that have no formula
 REASON_CHARACTERS = 300  # of a library's error

@@ -32,7 +32,6 @@ from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
 from sft_play.report.training import training_command
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner
@@ -99,7 +98,7 @@ def _facts(
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
     if drawn:
-        facts, longer = drawn_facts(drawn, config, architecture.ask(questions.position_limit))
+        facts, longer = drawn_facts(drawn, config, architecture.facts.position_limit)
         lengths = drawn.lengths
         found = DrawnLengths(
             rows=drawn.rows,

@@ -22,7 +22,7 @@ from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
-from sft_play.machine.process import ended_by_signals, importing_torch
+from sft_play.machine.process import ended_by_signals, importing_libraries
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
@@ -171,7 +171,7 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
 
 def train_alone(job: Job) -> dict[str, Any]:
     """Trains in this process, which is the only one."""
-    with importing_torch():
+    with importing_libraries():
         from sft_play.train.ranks import process_group
     with process_group(job):
         return train_here(job, closing_prompts(job))
@@ -188,7 +188,7 @@ def closing_prompts(job: Job) -> list[list[int]]:
 
 def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     """Trains in this process, which may answer prompts with others before and after."""
-    with importing_torch():
+    with importing_libraries():
         from sft_play.train.run import train
     return train(job, prompts)
 

@@ -53,6 +53,16 @@ def require_runnable(device: str, capability: Capability | None, *, here: bool) 
         )
 
 
+def require_modules(model_type: str, count: int) -> None:
+    """Raises a ConfigError if Liger's kernels serve none of a model's modules."""
+    if not count:
+        raise ConfigError(
+            f"train.kernels=liger: none of {model_type}'s modules are those that Liger's kernels compute "
+            f"(norms, rotary embeddings and gated layers as of {', '.join(EXAMPLES)}); allowed for it: "
+            "auto, own"
+        )
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """`layer_forward.RMSNorm` by Liger's kernel; x is [..., size], the weight [size].
 

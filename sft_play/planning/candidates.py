@@ -12,7 +12,7 @@ from sft_play.planning.clock import batches_of
 from sft_play.planning.compiled import require_compilable, require_compiler
 from sft_play.planning.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.request import Request
-from sft_play.planning.sequence import require_divisible
+from sft_play.planning.sequence import require_divisible, why_padded
 from sft_play.planning.speed import host_link
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons.reason import Reason
@@ -20,6 +20,7 @@ from sft_play.sizing import questions
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.corrections import corrected_estimator, records_of
 from sft_play.sizing.estimator import estimator
+from sft_play.sizing.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
@@ -33,22 +34,22 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     config, architecture, facts = request.config, request.architecture, request.facts
     device, train = request.device, config.train
     _require_kernels(request)
-    if train.router_aux_loss_coef and not architecture.ask(questions.balances_experts):
+    if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
-            f"{architecture.config.model_type} is not one whose routers can be asked; leave it at 0"
+            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
         )
     quantized = config.tuning.mode == "qlora"
-    packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
+    packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
     attention = _attention(request)
     require_compilable(config, architecture, attention, device)
-    padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
+    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
     require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
-    hidden_size = architecture.ask(questions.hidden_size)
-    tiles = may_tile(config, facts.longest_row) and architecture.ask(questions.tiled_mlps) > 0
+    hidden_size = architecture.facts.hidden_size
+    tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
     if train.mlp_tiles not in ("auto", 1) and not tiles:
         raise ConfigError(
-            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.config.model_type} have no MLP "
+            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.facts.model_type} have no MLP "
             "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
         )
     drafts = draft_plans(
@@ -76,7 +77,8 @@ def _require_kernels(request: Request) -> None:
         float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
     if train.kernels == "liger":
         liger.require_runnable(device.kind, device.compute_capability, here=here)
-        request.architecture.ask(questions.require_liger_modules)
+        served = request.architecture.modules.liger_modules
+        liger.require_modules(request.architecture.facts.model_type, served)
 
 
 def _attention(request: Request) -> str:

@@ -23,7 +23,6 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.request import Request
 from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
@@ -154,7 +153,7 @@ def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work
 
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
     """The function that the estimator and `work_of_plans` take."""
-    return partial(facts.batches_of, hidden_size=Architecture.of(config).ask(questions.hidden_size))
+    return partial(facts.batches_of, hidden_size=Architecture.of(config).facts.hidden_size)
 
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:

@@ -18,8 +18,6 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
-from sft_play.sizing import questions
-from sft_play.sizing.architecture import Architecture
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
 BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
@@ -105,11 +103,6 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
     raise AssertionError("the bracket closes")
 
 
-def position_limit(architecture: Architecture) -> int | None:
-    """The positions that the model has; None if it does not say."""
-    return architecture.ask(questions.position_limit)
-
-
 def longest_row(
     request: Request, asked: int | None, *, first: int | None = None, tried: Tried | None = None
 ) -> LongestRow:
@@ -124,7 +117,7 @@ def longest_row(
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
     """
-    most = position_limit(request.architecture) or MAX_UNSTATED
+    most = request.architecture.facts.position_limit or MAX_UNSTATED
     known: dict[int, float] = {}
     seen = tried or Tried()
 

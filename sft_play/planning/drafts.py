@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from sft_play.choices.engines import WHOLE
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
@@ -106,7 +107,7 @@ def _several_types(config: RunConfig, device: Device) -> str | None:
     return (
         f"parallel.engine={config.parallel.engine} joins all that is trained, which must have one type, but "
         f"without autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
-        "in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine=ddp"
+        f"in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine={WHOLE.name}"
     )
 
 

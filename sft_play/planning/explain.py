@@ -99,7 +99,8 @@ def layer_kernels(
         return []
     try:
         liger.require_runnable(plan.device, plan.compute_capability, here=False)
-        modules = architecture.ask(questions.require_liger_modules)
+        modules = architecture.modules.liger_modules
+        liger.require_modules(architecture.facts.model_type, modules)
     except ConfigError:  # nobody asked for them
         return []
     own, ligers = (

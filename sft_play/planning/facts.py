@@ -26,7 +26,6 @@ from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.planning.divided import most_of_a_rank
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
@@ -152,7 +151,7 @@ class DataFacts:
         Raises:
             ConfigError: model.max_seq_len is more than the model supports.
         """
-        limit = Architecture.of(model_config).ask(questions.position_limit)
+        limit = Architecture.of(model_config).facts.position_limit
         require_supported(config.model, limit)
         asked = config.model.max_seq_len
         length = min(UNSEEN_SEQ_LEN, limit or UNSEEN_SEQ_LEN) if asked == "auto" else asked

@@ -10,7 +10,6 @@ from sft_play.plan import Plan
 from sft_play.planning.candidates import leanest_memories
 from sft_play.planning.planner import fastest_plan, groups_may_help, sizes_of_groups
 from sft_play.planning.request import Request
-from sft_play.sizing import questions
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
 PADDED = 1.1  # of the weights: up to this, more GPUs never need more memory
@@ -47,7 +46,7 @@ def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int |
     if allowed[:1] == [1] and fits(1):
         return 1
     found = _first(allowed, fits)
-    if found or not allowed or request.architecture.ask(questions.padded_share, allowed[-1]) <= PADDED:
+    if found or not allowed or request.architecture.modules.padded_share(allowed[-1]) <= PADDED:
         return found
     return next(filter(fits, allowed), None)
 

@@ -26,7 +26,6 @@ from sft_play.planning.speed import profile_of
 from sft_play.reasons.choices import TokensDivided
 from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
 from sft_play.reasons.reason import Reason
-from sft_play.sizing import questions
 from sft_play.sizing.corrections import corrected_estimator, records_of
 
 BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
@@ -104,7 +103,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         speed_of = speeds_of(architecture.text, device.name, profile_of(machine, processes))
         memory_of = corrected_estimator(predict, record_of)
         time_of = corrected_clock(seconds, speed_of, request.facts.tokens_per_process)
-        layers = len(architecture.ask(questions.layer_kinds)) if mix else 0
+        layers = len(architecture.modules.layer_kinds) if mix else 0
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             plan = speed_of(config, plan).labelled(plan, seconds(config, plan))

@@ -21,11 +21,11 @@ from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import NF4_BLOCK, NF4_SUPERBLOCK, nf4
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.layers import choose_layers, with_kept
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL
+from sft_play.upstream.patching import patched
 
 if TYPE_CHECKING:
     from peft import PeftModel

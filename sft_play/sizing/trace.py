@@ -35,7 +35,6 @@ from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import (
     SymbolicRecorder,
     attributed_loss,
-    patched,
     simulate_cpu,
     simulate_cuda,
 )
@@ -43,6 +42,7 @@ from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
+from sft_play.upstream.patching import patched
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
-from sft_play.engines.base import Engine
+from sft_play.engines.base import FILE_OF_RANK, Engine
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.errors import CheckpointError
 from sft_play.files import publish
@@ -271,7 +271,7 @@ class CheckpointWriter:
         return {path: entry for where, found in everyone if where == machine for path, entry in found.items()}
 
     def _wrote(self, path: str) -> bool:
-        rank = self._engine.file_of_rank.search(path)
+        rank = FILE_OF_RANK.search(path)
         return int(rank[1]) == self._job.ranks.rank if rank else self._job.keeps_files
 
     def best_is_whole(self, state: TrainerState) -> bool:

@@ -11,12 +11,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.process import die_with_parent, importing_torch
+from sft_play.machine.process import die_with_parent, importing_libraries
 
 die_with_parent()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
-with importing_torch():  # as a rank does
+with importing_libraries():  # as a rank does
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model import decomposition

@@ -21,7 +21,7 @@ FLOORS = [
     ["choices", "parts", "rows"],
     ["config", "cache", "manifest"],
     ["plan", "runlog", "ui", "work"],
-    ["reasons", "timeline"],
+    ["reasons", "timeline", "upstream"],
     ["engines"],
     ["machine", "model.attention_table", "hub", "libraries"],
     ["data", "model.published"],

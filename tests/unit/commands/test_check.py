@@ -326,13 +326,6 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):
     assert "is a CPU build, but this machine has a GPU" in errors(check.version_findings(what_if("L4")))
 
 
-def test_a_stale_file_of_accelerate_is_warned_of(tmp_path):
-    path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("num_processes: 8\n")
-    assert "num_processes 8 instead of 2" in errors(check.accelerate_findings(CPU_ONLY), WARNING)
-
-
 def test_errors_of_data_alone_have_a_code_of_their_own():
     wrong = [Finding(ERROR, "data", "x"), Finding(WARNING, "disk", "x")]
     assert exit_code(wrong) == 3

@@ -20,6 +20,7 @@ from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
 from sft_play.sizing.architecture import Architecture
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 GIB = 2**30
@@ -165,7 +166,7 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
     known = dict(zip((1, 2, 4, 8), ways, strict=True))
     planned = []
 
-    def plan_with(request, accept, **how):
+    def of_groups(request, accept, **how):
         size = request.config.parallel.sequence_ranks
         planned.append(size)
         if known[size] is None:
@@ -177,7 +178,7 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
         way = known[request.config.parallel.sequence_ranks]
         return 0 if way is None or way[1] else way[0]
 
-    monkeypatch.setattr(planner, "_with_these_groups", plan_with)
+    monkeypatch.setattr(planner, "_with_these_groups", of_groups)
     monkeypatch.setattr(planner, "_least_seconds", least)
 
     def memories(request):

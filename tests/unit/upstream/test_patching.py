@@ -3,7 +3,7 @@ import types
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.sizing.kernels import patched
+from sft_play.upstream.patching import lasting, patched, undone
 
 
 class Base:
@@ -37,7 +37,17 @@ def test_a_builtin_is_patched_where_a_module_looks_it_up():
 
 @pytest.mark.parametrize("builtin", [False, True])
 def test_a_name_that_is_not_there_is_named_with_what_lacks_it(builtin):
-    with pytest.raises(ConfigError, match=r"Base has no renamed, .*kernels.*make install"):
+    with pytest.raises(ConfigError, match=r"Base has no renamed, .*SFT-Play replaces.*make install"):
         with patched(Base, "renamed", 1, builtin=builtin):
             pytest.fail("patched nothing")
     assert not hasattr(Base, "renamed")
+
+
+def test_what_lasts_ends_with_the_innermost_block_even_after_an_error():
+    with undone():
+        lasting(patched(Base, "name", "outer"))
+        with pytest.raises(ZeroDivisionError), undone():
+            lasting(patched(Base, "name", "inner"))
+            raise ZeroDivisionError
+        assert Base.name == "outer"
+    assert Base.name == "of the base"
