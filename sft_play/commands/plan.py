@@ -36,9 +36,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.speed import ensure_profile
 from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
-from sft_play.report.layout import make_command
+from sft_play.report.layout import make_command, training_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.training import training_command
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner

@@ -14,7 +14,7 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.planning.measured_speed import Timing, read_speed, speed_path, write_times
 from sft_play.planning.speed import profile_of
-from sft_play.report.probe import probe_line
+from sft_play.report.memory import probe_line
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.probe import memory_advice, probe

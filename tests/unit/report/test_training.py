@@ -2,8 +2,7 @@
 
 import pytest
 
-from sft_play.report.training import training_command
-from tests.plans import plan_with
+from sft_play.report.layout import training_command
 from tests.unit.train.plans import PLAN
 
 
