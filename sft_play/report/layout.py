@@ -92,11 +92,9 @@ def _quoted(words: str) -> str:
 
 def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
     """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
-    engine, offload = (
-        engine_of(plan.sharing.engine),
-        None if plan.sharing.offload == "none" else plan.sharing.offload,
-    )
-    machines, rest = divmod(plan.sharing.world_size, LARGEST_MACHINE)
+    sharing, engine = plan.sharing, engine_of(plan.sharing.engine)
+    offload = None if sharing.offload == "none" else sharing.offload
+    machines, rest = divmod(sharing.world_size, LARGEST_MACHINE)
     if plan.device != "cpu" and machines > 1 and not rest:
         several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.sharing.engine, OFFLOAD=offload)
         return make_command("train-slurm", config, overrides, **several)

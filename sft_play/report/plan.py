@@ -8,6 +8,7 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.parts import Activations
 from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report

@@ -3,6 +3,7 @@
 import pytest
 
 from sft_play.report.layout import training_command
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
