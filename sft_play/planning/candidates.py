@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from sft_play.choices.kernels import FLOAT8, LAYERS
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.model import float8, liger
 from sft_play.plan import Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of
 from sft_play.planning.compiled import require_compilable, require_compiler
@@ -74,11 +74,11 @@ def _require_kernels(request: Request) -> None:
     train, device, here = request.config.train, request.device, not request.machine.what_if
     require_compiler(request.config, device, here=here)
     if train.float8:
-        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
-    if train.kernels == "liger":
-        liger.require_runnable(device.kind, device.compute_capability, here=here)
-        served = request.architecture.modules.liger_modules
-        liger.require_modules(request.architecture.facts.model_type, served)
+        FLOAT8.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+    if row := LAYERS.get(train.kernels):
+        row.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+        architecture = request.architecture
+        row.require_modules(architecture.facts.model_type, architecture.modules.served[row.name])
 
 
 def _attention(request: Request) -> str:

@@ -192,7 +192,7 @@ SENTENCES = [
         "model.attention=flash_attention_3 takes it",
     ),
     (
-        LayerKernels("off", 97, GIB),
+        LayerKernels("liger", False, 97, GIB),
         "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
