@@ -128,10 +128,7 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         and not plan.sharing.divides_tokens
         and plan.activations.policy != "offload"
         and plan.attention == NAME
-        and (
-            config.tuning.mode == "full"
-            or plan.precision.dtype == AUTOCAST.get(plan.precision.autocast, "float32")
-        )
+        and (config.tuning.mode == "full" or precision.dtype == AUTOCAST.get(precision.autocast, "float32"))
         and COMPILED.runs_on(plan.device, plan.compute_capability)
     )
     if not could or _besides_dense_layers(architecture):
