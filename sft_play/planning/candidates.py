@@ -64,7 +64,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = with_tiles(train, drafts) if tiles else drafts
-    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    average = int(facts.mean_tokens)
+    drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 
 
@@ -138,5 +139,6 @@ def traced_estimator(request: Request, budget: DeviceBudget) -> Estimator:
 
 
 def _described(run: RunConfig, plan: Plan, device: Device) -> str:
-    how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
-    return f"{how}, micro-batch {plan.micro_batch_size:,} on {plan.world_size} x {device.name}"
+    shared = plan.sharing
+    how = f"{METHODS[run.tuning.mode]}, {label_of(shared.engine, shared.replicas, shared.offload)}"
+    return f"{how}, micro-batch {plan.batch.micro:,} on {shared.world_size} x {device.name}"
