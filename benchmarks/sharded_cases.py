@@ -12,9 +12,7 @@ from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_conf
 from benchmarks.small_models import NAMES
 from sft_play.config.schema import LoraSettings
 from sft_play.model.architecture import setting
-from sft_play.model.attention_choice import calls_ours, why_padded
-from sft_play.model.attention_table import NAME
-from sft_play.sizing import questions
+from sft_play.model.attention_choice import calls_ours, why_rows_mix
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 
@@ -131,7 +129,7 @@ def mixed(cases: list[Case], seed: int) -> list[Case]:
 def _mixed(case: Case, pick: random.Random) -> Case:
     kept = pick.randint(1, case.geometry["layers"] - 1)
     recomputed = replace(case, activations="recompute", kept_layers=kept)
-    if pick.random() < 0.5 or not Architecture.of(case.config).ask(questions.tiled_mlps):
+    if pick.random() < 0.5 or not Architecture.of(case.config).modules.tiled_mlps:
         return recomputed
     return replace(recomputed, kept_layers=0, mlp_tile=max(case.rows) * case.row_tokens // 3)
 
@@ -145,7 +143,7 @@ def divided(case: Case, ranks: int) -> Case | None:
     """The same with joined rows whose tokens so many processes divide; None if they cannot."""
     config = case.config
     heads = setting(config.get_text_config(), "num_attention_heads")
-    if heads % ranks or not calls_ours(config) or why_padded(False, "auto", config, NAME):
+    if heads % ranks or not calls_ours(config) or why_rows_mix(config):
         return None
     return replace(case, joined=True, rows=(4,) * case.world, replicas=1, sequence_ranks=ranks)
 

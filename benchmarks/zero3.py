@@ -43,7 +43,7 @@ from benchmarks.sharding import CPU, SEED, HeapMeter
 from sft_play.choices.optimizers import make_optimizer, state_bytes
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
-from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.deepspeed import configuration
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.engines.registry import engine_of
 from sft_play.model.architecture import units_of
@@ -89,7 +89,7 @@ def step_of(case: Case, rank: int, offload: bool) -> StepSpec:
 
 def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
     """DeepSpeed's config for a step that trains so many elements."""
-    zero = read_config(config_file(STAGE))["zero_optimization"]
+    zero = configuration(STAGE)["zero_optimization"]
     zero |= {"reduce_bucket_size": min(trained, zero["reduce_bucket_size"]), "overlap_comm": False}
     if spec.offload:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

@@ -9,7 +9,7 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import detect, what_if
-from sft_play.planning.context import LONGEST, longest_rows, places_of, position_limit
+from sft_play.planning.context import LONGEST, longest_rows, places_of
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES
 from sft_play.planning.request import Request
@@ -57,7 +57,7 @@ def context_answer(
             "CONTEXT asks how long rows may be, and with train.packing, train.effective_batch_size counts "
             "their tokens: leave it out"
         )
-    positions = position_limit(architecture)
+    positions = architecture.facts.position_limit
     if asked is not None:
         require_positions("CONTEXT", asked, config.model, positions)
     unsaid = args.config is None and resolved.origins["tuning.mode"] == "default"

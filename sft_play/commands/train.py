@@ -141,7 +141,7 @@ def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
     said: list[str] = []
     while True:
         try:
-            if job.plan.world_size == 1:
+            if job.plan.sharing.world_size == 1:
                 summary = train_alone(job)
             else:
                 launch_ranks(job, link)

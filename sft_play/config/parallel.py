@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from sft_play.choices.engines import SEVERAL, asked_for
 from sft_play.config.section import Section
 from sft_play.config.values import Auto, AutoOrAmount, AutoOrCount, Count, PathText
 
@@ -11,9 +12,9 @@ from sft_play.config.values import Auto, AutoOrAmount, AutoOrCount, Count, PathT
 class ParallelConfig(Section):
     """How processes work together; their number is set at launch (NGPU=)."""
 
-    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"] = "auto"
-    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster.
-    deepspeed_z3 is never chosen, only asked for."""
+    engine: Literal["auto", *SEVERAL] = Field(  # type: ignore[valid-type]
+        default="auto", description=asked_for()
+    )
     offload: Literal["auto", "none", "ram"] = "auto"
     """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
     CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""

@@ -207,11 +207,8 @@ class RunConfig(Section):
         problem = compiler_problem(self.tuning.mode, lora.use_dora, self.train, self.parallel)
         if problem:
             raise ValueError(problem)
-        if setting := not_gathered(self.parallel):
-            raise ValueError(
-                f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "
-                "auto; leave it out, or set parallel.engine=fsdp2"
-            )
+        if problem := not_gathered(self.parallel):
+            raise ValueError(problem)
         if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self.train)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "

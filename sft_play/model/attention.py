@@ -23,8 +23,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sft_play.choices.kernels import Capability
 from sft_play.errors import ConfigError
-from sft_play.model.attention_table import FLASH, JOINED, NAME, Capability
+from sft_play.model.attention_table import FLASH, JOINED, NAME
 from sft_play.model.sequence_parallel import attend_divided
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import without_cudnn_attention

@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
+from sft_play.choices.kernels import FLOAT8, LAYERS
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.model import float8, liger
 from sft_play.plan import Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of
 from sft_play.planning.compiled import require_compilable, require_compiler
 from sft_play.planning.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.request import Request
-from sft_play.planning.sequence import require_divisible
+from sft_play.planning.sequence import require_divisible, why_padded
 from sft_play.planning.speed import host_link
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons.reason import Reason
@@ -20,6 +20,7 @@ from sft_play.sizing import questions
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.corrections import corrected_estimator, records_of
 from sft_play.sizing.estimator import estimator
+from sft_play.sizing.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
@@ -33,22 +34,22 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     config, architecture, facts = request.config, request.architecture, request.facts
     device, train = request.device, config.train
     _require_kernels(request)
-    if train.router_aux_loss_coef and not architecture.ask(questions.balances_experts):
+    if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
-            f"{architecture.config.model_type} is not one whose routers can be asked; leave it at 0"
+            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
         )
     quantized = config.tuning.mode == "qlora"
-    packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
+    packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
     attention = _attention(request)
     require_compilable(config, architecture, attention, device)
-    padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
+    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
     require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
-    hidden_size = architecture.ask(questions.hidden_size)
-    tiles = may_tile(config, facts.longest_row) and architecture.ask(questions.tiled_mlps) > 0
+    hidden_size = architecture.facts.hidden_size
+    tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
     if train.mlp_tiles not in ("auto", 1) and not tiles:
         raise ConfigError(
-            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.config.model_type} have no MLP "
+            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.facts.model_type} have no MLP "
             "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
         )
     drafts = draft_plans(
@@ -63,7 +64,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = with_tiles(train, drafts) if tiles else drafts
-    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    average = int(facts.mean_tokens)
+    drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 
 
@@ -72,10 +74,11 @@ def _require_kernels(request: Request) -> None:
     train, device, here = request.config.train, request.device, not request.machine.what_if
     require_compiler(request.config, device, here=here)
     if train.float8:
-        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
-    if train.kernels == "liger":
-        liger.require_runnable(device.kind, device.compute_capability, here=here)
-        request.architecture.ask(questions.require_liger_modules)
+        FLOAT8.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+    if row := LAYERS.get(train.kernels):
+        row.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+        architecture = request.architecture
+        row.require_modules(architecture.facts.model_type, architecture.modules.served[row.name])
 
 
 def _attention(request: Request) -> str:
@@ -136,5 +139,6 @@ def traced_estimator(request: Request, budget: DeviceBudget) -> Estimator:
 
 
 def _described(run: RunConfig, plan: Plan, device: Device) -> str:
-    how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
-    return f"{how}, micro-batch {plan.micro_batch_size:,} on {plan.world_size} x {device.name}"
+    shared = plan.sharing
+    how = f"{METHODS[run.tuning.mode]}, {label_of(shared.engine, shared.replicas, shared.offload)}"
+    return f"{how}, micro-batch {plan.batch.micro:,} on {shared.world_size} x {device.name}"

@@ -6,20 +6,19 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+from sft_play.choices.engines import WHOLE
+from sft_play.choices.kernels import COMPILED, FLOAT8
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.model import float8
-from sft_play.model.attention_table import NAME, within
+from sft_play.model.attention_table import NAME
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import choose_precision
 from sft_play.reasons.method import CompiledLayers, Unproven
 from sft_play.reasons.reason import Reason
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import AUTOCAST
-
-LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton compiles for
 
 
 def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
@@ -28,18 +27,14 @@ def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
     Raises:
         ConfigError: the GPU is too old, or something is missing.
     """
-    capability = device.compute_capability
-    if config.train.compile and capability is not None and capability < LEAST_CAPABILITY:
-        raise ConfigError(
-            "train.compile=true: Triton compiles for GPUs of compute capability 7.0 and newer, and this is "
-            "{} ({}.{}); set train.compile=false".format(device.name, *capability)
-        )
+    if config.train.compile:
+        COMPILED.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
     engine = config.parallel.engine
     # DeepSpeed's own collectives on a CPU are an extension
     builds = device.kind == "cpu" and engine != "auto" and "deepspeed" in engine_of(engine).packages
     compiling = [
         ("train.compile=true", config.train.compile, "train.compile=false"),
-        (f"parallel.engine={engine}", builds, "parallel.engine=ddp"),
+        (f"parallel.engine={engine}", builds, f"parallel.engine={WHOLE.name}"),
     ]
     for setting, compiles, other in compiling:
         missing = _missing(device.kind) if compiles and here else None
@@ -83,13 +78,23 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             f"train.compile=true does not work with model.attention={attention}: layers are compiled around "
             f"{NAME} only; set model.attention={NAME}, or train.compile=false"
         )
-    if besides := architecture.ask(questions.besides_dense_layers):
+    if besides := _besides_dense_layers(architecture):
         raise ConfigError(
             "train.compile=true compiles layers of attention and a dense feed-forward part, and "
-            f"{architecture.config.model_type} has {besides}; set train.compile=false"
+            f"{architecture.facts.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
         _require_float8(architecture, dtype, autocast.precision)
+
+
+def _besides_dense_layers(architecture: Architecture) -> str | None:
+    """What the decoder layers have besides attention and a dense feed-forward part; None if nothing."""
+    if architecture.modules.experts:
+        return "experts"
+    found = architecture.facts.rows_mix
+    if found is None:
+        return None
+    return f"layers of type {found.what}" if found.cause == "layers" else "an attention of its own"
 
 
 def _require_float8(architecture: Architecture, dtype: str, precision: str) -> None:
@@ -100,10 +105,10 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
             f"memory than is predicted, and these are {dtype} with train.mixed_precision={precision}; set "
             "model.dtype=float32 and train.mixed_precision=bf16, or train.float8=false"
         )
-    if not architecture.ask(questions.float8_layers):
+    if not architecture.modules.float8_layers:
         raise ConfigError(
             "train.float8=true serves linear layers of decoder layers whose sizes are multiples of "
-            f"{float8.MULTIPLE}, and {architecture.config.model_type} has none; set train.float8=false"
+            f"{float8.MULTIPLE}, and {architecture.facts.model_type} has none; set train.float8=false"
         )
 
 
@@ -113,32 +118,34 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         return [CompiledLayers("float8")]
     if config.train.compile:
         return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode != "qlora"
         and config.train.layer_kernels == "own"
         and not config.tuning.lora.use_dora
-        and engine_of(plan.engine).compiles_layers
-        and plan.sequence_ranks == 1
-        and plan.activations != "offload"
+        and engine_of(plan.sharing.engine).compiles_layers
+        and not plan.sharing.divides_tokens
+        and plan.activations.policy != "offload"
         and plan.attention == NAME
-        and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
-        and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
+        and (config.tuning.mode == "full" or precision.dtype == AUTOCAST.get(precision.autocast, "float32"))
+        and COMPILED.runs_on(plan.device, plan.compute_capability)
     )
-    if not could or architecture.ask(questions.besides_dense_layers):
+    if not could or _besides_dense_layers(architecture):
         return []
     return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
 
 
 def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
     """That layers, which can be compiled, do not multiply in float8, on a GPU where they could."""
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode == "full"
-        and (plan.dtype, plan.mixed_precision) == ("float32", "bf16")
+        and (precision.dtype, precision.autocast) == ("float32", "bf16")
         and plan.compute_capability is not None
-        and within(plan.compute_capability, float8.GPUS)
-        and architecture.ask(questions.float8_layers) > 0
+        and FLOAT8.runs_on(plan.device, plan.compute_capability)
+        and architecture.modules.float8_layers > 0
     )
     if not could:
         return []

@@ -18,8 +18,6 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
-from sft_play.sizing import questions
-from sft_play.sizing.architecture import Architecture
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
 BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
@@ -50,12 +48,12 @@ class LongestRow:
             return row
         plan, memory = self.plan, self.plan.memory
         return row | {
-            "row_tokens": plan.max_seq_len,
-            "engine": plan.engine,
-            "replicas": plan.replicas,
-            "effective_batch_size": plan.effective_batch_size,
-            "activations": plan.activations,
-            "mlp_tiles": plan.mlp_tiles,
+            "row_tokens": plan.rows.max_seq_len,
+            "engine": plan.sharing.engine,
+            "replicas": plan.sharing.replicas,
+            "effective_batch_size": plan.batch.effective,
+            "activations": plan.activations.policy,
+            "mlp_tiles": plan.activations.mlp_tiles,
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": memory.peak_bytes,
             "process_bytes": memory.process_bytes,
@@ -105,11 +103,6 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
     raise AssertionError("the bracket closes")
 
 
-def position_limit(architecture: Architecture) -> int | None:
-    """The positions that the model has; None if it does not say."""
-    return architecture.ask(questions.position_limit)
-
-
 def longest_row(
     request: Request, asked: int | None, *, first: int | None = None, tried: Tried | None = None
 ) -> LongestRow:
@@ -124,7 +117,7 @@ def longest_row(
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
     """
-    most = position_limit(request.architecture) or MAX_UNSTATED
+    most = request.architecture.facts.position_limit or MAX_UNSTATED
     known: dict[int, float] = {}
     seen = tried or Tried()
 
@@ -199,11 +192,11 @@ def _plan_of(request: Request, *, tight: bool) -> Plan:
     """
     run = request.in_groups_of(request.config.parallel.sequence_ranks)
     drafts = leanest(candidates(run))
-    kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
-    tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
+    kept = {(draft.batch.micro, draft.activations.policy) for draft in drafts}
+    tiles = {draft.activations.mlp_tiles for draft in drafts} | (set() if tight else {1})
 
     def as_lean(draft: Plan) -> bool:
-        return (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles
+        return (draft.batch.micro, draft.activations.policy) in kept and draft.activations.mlp_tiles in tiles
 
     return fastest_plan(run, as_lean, explain=False)
 
@@ -216,7 +209,7 @@ def _use(request: Request, tried: Tried) -> float:
     estimate = estimator_of(request)
     of_engine: dict[Engine, list[Plan]] = {}
     for draft in leanest(candidates(request)):
-        of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
+        of_engine.setdefault((draft.sharing.engine, draft.sharing.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}
     for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
@@ -234,7 +227,7 @@ def _use(request: Request, tried: Tried) -> float:
 def _least_share(run: RunConfig, drafts: Sequence[Plan], estimate: Estimator) -> float:
     """The least that the drafts of an engine take; infinite if it is too much before there is a row."""
     least = inf
-    for draft in sorted(drafts, key=lambda draft: draft.activations != "offload"):
+    for draft in sorted(drafts, key=lambda draft: draft.activations.policy != "offload"):
         memory = estimate(run, draft, complete=True)
         if memory.phases.get("load", 0) > memory.budget_bytes:
             return inf

@@ -18,6 +18,7 @@ from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
 from sft_play.errors import UntraceableModel
 from sft_play.machine.process import importing_libraries
+from sft_play.parts import Activations
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -25,6 +26,7 @@ from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
+from sft_play.sizing.model_facts import require_packable
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace_files import load_trace, save_trace
 from sft_play.timeline import LayersDiffer, Step, StepTrace
@@ -167,7 +169,7 @@ class Traces:
         spec = self._on_device(spec)
         if not spec.kept_layers:
             return self._step_of(spec)
-        kinds = self.architecture.ask(questions.layer_kinds)
+        kinds = self.architecture.modules.layer_kinds
         if not kinds or self._all_layers.get(spec.divided):
             raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
         alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
@@ -299,17 +301,17 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            questions.require_packable(ask(questions.four_bit))
+            require_packable(traces.architecture.facts, traces.architecture.modules)
         batches = batches_of(plan)
         steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)
         division = Division(
-            world_size=plan.world_size,
-            accumulates=plan.gradient_accumulation_steps > 1,
+            world_size=plan.sharing.world_size,
+            accumulates=plan.batch.accumulation > 1,
             device=plan.device,
             element_bytes=spec.trained_element_bytes,
-            autocasts=plan.mixed_precision != "no",
-            offloads=plan.offload != "none",
+            autocasts=plan.precision.autocast != "no",
+            offloads=plan.sharing.offload != "none",
             states_on_disk=(on_disk := run.parallel.nvme_path is not None),
             trained=lambda: ask(questions.trained_elements, spec.mode, spec.lora, spec.new_tokens),
             state_bytes=lambda elements: (
@@ -317,7 +319,7 @@ def estimator(
             ),
             update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )
-        engine = engine_of(plan.engine)
+        engine = engine_of(plan.sharing.engine)
         return memory.estimate(steps, device, engine, division, held=batches.held, complete=complete)
 
     return estimate
@@ -325,7 +327,7 @@ def estimator(
 
 def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     """Whether memory grows with the square of the lengths of joined sequences."""
-    plan = replace(plan, activations="keep", kept_layers=0, mlp_tiles=1)
+    plan = replace(plan, activations=Activations())
     kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0)
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 

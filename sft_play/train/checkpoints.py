@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
-from sft_play.engines.base import Engine
+from sft_play.engines.base import FILE_OF_RANK, Engine
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.errors import CheckpointError
 from sft_play.files import publish
@@ -125,12 +125,12 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to resume.
     """
-    if is_split_as(checkpoint, engine_of(plan.engine), processes):
+    if is_split_as(checkpoint, engine_of(plan.sharing.engine), processes):
         return False
     if "cut" in OPTIMIZERS[config.train.optimizer].divided:
         return True
     saved, found = saved_by(checkpoint), "in one piece"
-    count, engine = plan.world_size, next(known for known in ENGINES if known.distributes)
+    count, engine = plan.sharing.world_size, next(known for known in ENGINES if known.distributes)
     if saved.shards_state:
         count, engine = len(saved.state_files(checkpoint)), saved
         found = f"with {saved.label} on {count} processes"
@@ -214,10 +214,10 @@ class CheckpointWriter:
 
     def __init__(self, job: Job, settings: dict[str, Any]) -> None:
         """`settings`: what decides the result of the run, which a resume compares (resume.py)."""
-        self._job, self._engine = job, engine_of(job.plan.engine)
+        self._job, self._engine = job, engine_of(job.plan.sharing.engine)
         self._facts = {
-            "engine": job.plan.engine,
-            "world_size": job.plan.world_size,
+            "engine": job.plan.sharing.engine,
+            "world_size": job.plan.sharing.world_size,
             "versions": installed_versions(),
             "settings": settings,
         }
@@ -271,7 +271,7 @@ class CheckpointWriter:
         return {path: entry for where, found in everyone if where == machine for path, entry in found.items()}
 
     def _wrote(self, path: str) -> bool:
-        rank = self._engine.file_of_rank.search(path)
+        rank = FILE_OF_RANK.search(path)
         return int(rank[1]) == self._job.ranks.rank if rank else self._job.keeps_files
 
     def best_is_whole(self, state: TrainerState) -> bool:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.choices.engines import TRAITS
 from sft_play.choices.optimizers import OPTIMIZERS
-from sft_play.engines.zero2 import Zero2
 from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.processes import assert_same_curve, launch_jobs
@@ -58,7 +58,7 @@ WITH_ADAMW = [kind for kind, settings in KINDS.items() if "optimizer" not in set
 WITH_ZERO2 = [
     kind
     for kind, settings in KINDS.items()
-    if Zero2.divides_states in OPTIMIZERS[settings.get("optimizer", "adamw")].divided
+    if TRAITS["deepspeed_z2"].states in OPTIMIZERS[settings.get("optimizer", "adamw")].divided
 ]
 PURE = "full-bf16"  # of which DeepSpeed keeps fp32 weights, so it learns another thing
 # On a CPU, PEFT's DoRA replaces a 4-bit weight that it reads, and DeepSpeed does not know the new one.

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from sft_play.choices.optimizers import state_bytes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
-from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.deepspeed import configuration
 from sft_play.engines.registry import ALONE, ENGINES, engine_of, offload_problem
 from sft_play.engines.zero2 import Buckets
 from sft_play.engines.zero2_division import parts_of
@@ -223,7 +223,7 @@ def test_zero3_leaves_its_share_to_ram_with_gradients_in_fp32_besides():
 @pytest.mark.parametrize("world", [1, 3])
 def test_fp32_vectors_are_deepspeeds(world):
     """As many, and of the same sizes; at a limit, one parameter above it, and in groups of one."""
-    limit = read_config(config_file(3))["zero_optimization"]["sub_group_size"]
+    limit = configuration(3)["zero_optimization"]["sub_group_size"]
     groups = [[limit * world, 7], [limit * world - 8, 7, 7 * world, 4 * limit, 1], [5]]
 
     def parameter(elements: int) -> SimpleNamespace:
@@ -357,7 +357,7 @@ def test_one_bucket_that_holds_all_needs_no_second_one():
     assert Buckets(elements=10_000_000).bytes(40_000_000, 2) == 2 * 2 * 10_000_000
 
 
-def test_the_shipped_deepspeed_config_gives_the_buckets():
+def test_the_deepspeed_config_gives_the_buckets():
     assert Buckets.shipped().elements < 500_000_000
 
 
