@@ -9,17 +9,20 @@ from sft_play.upstream.patching import lasting, patched
 
 @contextmanager
 def attention_called(names: Sequence[str], function: Callable[..., Any]) -> Iterator[None]:
-    """In the block, models find a function by the names that a config has for attention."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
+    """In the block, models find a function by the names that a config has for attention.
 
-    before = {name: known[name] for name in names if name in known}
-    known.update(dict.fromkeys(names, function))
+    What makes this unnecessary: an `unregister` beside `register`, which keeps functions for all models.
+    """
+    from transformers import AttentionInterface
+
+    before = dict(AttentionInterface._global_mapping)
+    for name in names:
+        AttentionInterface.register(name, function)
     try:
         yield
     finally:
-        for name in names:
-            del known[name]
-        known.update(before)
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before)
 
 
 def grouping(rewrite: Callable[[Mapping[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:

@@ -271,6 +271,7 @@ VALUES = {
     "torch._C:_storage_Use_Count": ...,
     "accelerate.state:AcceleratorState._reset_state": ...,
     "accelerate.state:AcceleratorState._shared_state": ...,
+    "transformers:AttentionInterface._global_mapping": ...,
     f"{PARAM_GROUP}._backward_prefetch": ...,
     "torch:Tensor._is_view": ...,
     "torch:Tensor._use_count": ...,
