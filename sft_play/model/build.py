@@ -16,7 +16,6 @@ from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
-from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index, require_own_weights
 from sft_play.model.four_bit import nf4, quantize_later
@@ -103,8 +102,6 @@ def load_base(
             raise
         raise not_loadable("weights", model, error) from error
     loaded, info = with_info
-    if checks_files and not Path(model.name).is_dir():
-        require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
@@ -125,9 +122,8 @@ def _require_weights(model: ModelConfig) -> None:
 
 
 def _require_undamaged(model: ModelConfig) -> None:
-    """Checks a folder against its manifest and its index, if it has them, and known hashes of the Hub."""
+    """Checks a folder against its manifest and its index, if it has them."""
     folder = Path(model.name)
-    require_as_published(model)
     damage, odd = (find_damage(folder), None) if has_manifest(folder) else compare_with_index(folder)
     if odd:
         warn(f"warning: {folder}: {odd}; is it a complete copy?")
