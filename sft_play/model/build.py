@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.integrations.neftune import activate_neftune
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.engines.registry import engine_of
@@ -28,7 +29,6 @@ from sft_play.model.load import (
     scaled_config,
 )
 from sft_play.model.new_tokens import add_rows
-from sft_play.model.noise import add_noise
 from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
@@ -187,7 +187,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
     if plan.mlp_tile:
         tile_mlps(trained, plan.mlp_tile)
     if config.train.neftune_noise_alpha:
-        add_noise(trained, config.train.neftune_noise_alpha, config.train.seed)
+        activate_neftune(trained, config.train.neftune_noise_alpha)
     return trained
 
 
