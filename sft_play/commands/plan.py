@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
 from sft_play.config.inputs import asked_name
@@ -21,17 +21,23 @@ from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.advice import Change, as_overrides, plan_or_advise
-from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
+from sft_play.planning.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.fewest import COUNTS, fewest_gpus
-from sft_play.planning.other_machines import COMMON_GPUS, MODES, gpu_hours, plans_by_gpu, scaling
+from sft_play.planning.other_machines import (
+    COMMON_GPUS,
+    COUNTS,
+    MODES,
+    fewest_gpus,
+    gpu_hours,
+    plans_by_gpu,
+    scaling,
+)
 from sft_play.planning.request import Request
 from sft_play.planning.speed import ensure_profile
-from sft_play.reasons.evidence import AssumedRows, DrawnLengths
+from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
-from sft_play.report.layout import make_command
+from sft_play.report.layout import make_command, training_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.training import training_command
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner
@@ -45,19 +51,19 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         ConfigError: neither a config nor a model is given, or as of `fastest_plan`.
         DoesNotFitError: nothing fits; the message has the commands that would.
     """
-    drawn = drawn_rows(args.rows, args.tokens, args.lengths)
-    if args.context and (drawn or args.gpu_hour):
+    described = described_rows(args.rows, args.tokens, args.lengths)
+    if args.context and (described or args.gpu_hour):
         raise ConfigError(
             "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
         )
-    with quiet_libraries(cache_dir() / "plan.log"):
+    with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(args)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)
         if args.context:
             return context_answer(args, resolved, architecture, notes)
-        facts, about_rows = _facts(args, resolved, architecture, drawn)
-        notes = [*map(str, about_rows), *notes]
+        facts, row_notes = _facts(args, resolved, architecture, described)
+        notes = [*map(str, row_notes), *notes]
         if args.model and not args.gpu:
             if args.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
@@ -77,7 +83,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             chosen = plan_or_advise(request, partial(_again, args, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
-            scaled = request.with_offload(chosen.offload).in_groups_of(chosen.sequence_ranks)
+            scaled = request.with_offload(chosen.sharing.offload).in_groups_of(chosen.sharing.sequence_ranks)
             scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
@@ -93,15 +99,15 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
 
 
 def _facts(
-    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, drawn: DrawnRows | None
+    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, described: DescribedRows | None
 ) -> tuple[DataFacts, list[Reason]]:
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
-    if drawn:
-        facts, longer = drawn_facts(drawn, config, architecture.facts.position_limit)
-        lengths = drawn.lengths
-        found = DrawnLengths(
-            rows=drawn.rows,
+    if described:
+        facts, longer = described_facts(described, config, architecture.facts.position_limit)
+        lengths = described.lengths
+        found = DescribedLengths(
+            rows=described.rows,
             median=lengths.median,
             p95=lengths.p95,
             longest=facts.longest_row,
@@ -123,10 +129,10 @@ def _cost(price: float | None, hours: float | None) -> float | None:
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
     """What fits where."""
     what = f"{METHODS[config.tuning.mode]} of {asked_name(config.model.name)}"
-    place = counted(chosen.world_size, "process") + " on this CPU"
+    place = counted(chosen.sharing.world_size, "process") + " on this CPU"
     if machine.gpus:
-        place = f"{chosen.world_size} x {machine.gpus[0].name}"
-    engine = label_of(chosen.engine, chosen.replicas, chosen.offload)
+        place = f"{chosen.sharing.world_size} x {machine.gpus[0].name}"
+    engine = label_of(chosen.sharing.engine, chosen.sharing.replicas, chosen.sharing.offload)
     return f"{what} fits on {place} ({engine})"
 
 
@@ -177,7 +183,7 @@ def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chose
 
 def _again(args: Arguments, processes: int, change: Change) -> str:
     """What to type to plan the same with a change, which may be more GPUs than these."""
-    world, gpu = change.plan.world_size, args.gpu
+    world, gpu = change.plan.sharing.world_size, args.gpu
     if world != processes and gpu is None:
         gpu = detect().gpus[0].name
     named = {"MODEL": args.model, "GPU": gpu, "NGPU": world if args.gpus or world != processes else None}

@@ -1,7 +1,9 @@
-"""The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
+"""The same run on other machines: the fewest GPUs, other numbers of processes, common GPUs in each mode."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -10,6 +12,7 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, Untraceable
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
+from sft_play.planning.candidates import leanest_memories
 from sft_play.planning.clock import (
     mean_micro_batch,
     messages_of,
@@ -18,18 +21,74 @@ from sft_play.planning.clock import (
     sequence_messages,
     work_of_request,
 )
-from sft_play.planning.fewest import fewest_gpus
-from sft_play.planning.planner import Accept, every, fastest_plan
+from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
 from sft_play.planning.request import Request
 from sft_play.planning.speed import collectives_of, links_of
 
 SCALES = (1, 2, 4, 8)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
+PADDED = 1.1  # of the weights: up to this, more GPUs never need more memory
 MODES = tuple(METHODS)
 # Names in configs/hardware.yaml, by memory.
 COMMON_GPUS = (
     "RTX 3060", "T4", "A10", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "A100 40GB", "L40S", "A100 80GB",
     "H100 80GB", "H200",
 )  # fmt: skip
+
+
+def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int | None:
+    """How many GPUs are enough, in groups that divide tokens if need be; None if not even 512 are.
+
+    Args:
+        request: the run on a machine with such a GPU.
+        batch_grows: whether the effective batch becomes as large as the number of GPUs that need it.
+        least: how many there are at least.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the GPU.
+    """
+    config = request.config
+
+    def saves_most(draft: Plan) -> bool:
+        return draft.activations.recomputes or config.train.asked_activations == "keep"
+
+    @cache
+    def fits(count: int) -> bool:
+        run = request.with_batch_for(count).with_offload("none").on_gpus(count)
+        try:
+            whole = run.in_groups_of(config.parallel.sequence_ranks)
+            fastest_plan(whole, saves_most, explain=False, mix=False)
+        except DoesNotFitError:
+            return fits_in_groups(run)
+        return True
+
+    counts = [n for n in COUNTS if n >= least and n % config.parallel.sequence_ranks == 0]
+    allowed = [n for n in counts if batch_grows or request.with_batch_for(n) is request]
+    if allowed[:1] == [1] and fits(1):
+        return 1
+    found = _first(allowed, fits)
+    if found or not allowed or request.architecture.modules.padded_share(allowed[-1]) <= PADDED:
+        return found
+    return next(filter(fits, allowed), None)
+
+
+def fits_in_groups(request: Request) -> bool:
+    """Whether a run whose whole rows do not fit does if the largest groups divide their tokens."""
+    if sizes := sizes_of_groups(request):
+        with suppress(ConfigError, UntraceableModel):
+            return groups_may_help(request) and any(
+                memory.fits for memory in leanest_memories(request.in_groups_of(sizes[-1]))
+            )
+    return False
+
+
+def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ascending counts that fits, if each larger one fits too; None if none does.
+
+    Not every count is tried: where weights are divided, each takes a trace of its own.
+    """
+    place = bisect_left(counts, True, key=fits)
+    return counts[place] if place < len(counts) else None
 
 
 def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
@@ -50,34 +109,34 @@ def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
-        reference = reference or plan.effective_batch_size
-        collectives = collectives_of(machine, world, plan.replicas)
+        reference = reference or plan.batch.effective
+        collectives = collectives_of(machine, world, plan.sharing.replicas)
         exchanged = alone = whole = None
-        with contextlib.suppress(UntraceableModel):
+        with suppress(UntraceableModel):
             work = work_of_request(run)(config, plan, mean_micro_batch(run.facts, plan).tokens)
-            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
-            exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
+            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.sharing.replicas)
+            exchanged += sent_bytes(sequence_messages(work, plan), plan.sharing.sequence_ranks)
             alone = plan_clock(run, link=False)(config, plan)
             if world == 1 or collectives:
                 whole = plan_clock(run)(config, plan)
-        alone, whole = (seconds and seconds / plan.effective_batch_size for seconds in (alone, whole))
+        alone, whole = (seconds and seconds / plan.batch.effective for seconds in (alone, whole))
         base = base or whole or alone
         rows.append(
             {
                 "world_size": world,
-                "engine": plan.engine,
-                "micro_batch_size": plan.micro_batch_size,
-                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-                "effective_batch_size": plan.effective_batch_size,
-                "steps_per_epoch": plan.steps_per_epoch,
-                "learning_rate": plan.learning_rate,
-                "learning_rates": learning_rates(config.train, plan.effective_batch_size, reference),
+                "engine": plan.sharing.engine,
+                "micro_batch_size": plan.batch.micro,
+                "gradient_accumulation_steps": plan.batch.accumulation,
+                "effective_batch_size": plan.batch.effective,
+                "steps_per_epoch": plan.schedule.steps_per_epoch,
+                "learning_rate": plan.schedule.learning_rate,
+                "learning_rates": learning_rates(config.train, plan.batch.effective, reference),
                 "lr_scaling": config.train.lr_scaling,
                 "reference_batch_size": reference,
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "links": links_of(machine, world, plan.replicas),
+                "links": links_of(machine, world, plan.sharing.replicas),
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
@@ -92,13 +151,13 @@ def _plan_at_scale(request: Request) -> Plan:
     They leave little to partition.
     """
     if request.config.parallel.engine == "auto" and request.config.tuning.mode != "full":
-        with contextlib.suppress(DoesNotFitError):
+        with suppress(DoesNotFitError):
             return fastest_plan(request, _keeps_speed, explain=False)
     return fastest_plan(request, explain=False)
 
 
 def _keeps_speed(draft: Plan) -> bool:
-    return not engine_of(draft.engine).trades_speed
+    return not engine_of(draft.sharing.engine).trades_speed
 
 
 def plans_by_gpu(
@@ -140,13 +199,13 @@ def plans_by_mode(
             continue
         plans[mode] = {
             "gpus": gpus,
-            "effective_batch_size": plan.effective_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "sequence_ranks": plan.sequence_ranks,
-            "gradient_checkpointing": plan.recomputes,
-            "engine": plan.engine,
+            "effective_batch_size": plan.batch.effective,
+            "micro_batch_size": plan.batch.micro,
+            "sequence_ranks": plan.sharing.sequence_ranks,
+            "gradient_checkpointing": plan.activations.recomputes,
+            "engine": plan.sharing.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(run.in_groups_of(plan.sequence_ranks), plan),
+            "least_bytes": _least_bytes(run.in_groups_of(plan.sharing.sequence_ranks), plan),
             "tokens_per_second": run.facts.tokens_per_second(plan),
             "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
         }
@@ -162,16 +221,18 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
         return None
 
     def smallest(draft: Plan) -> bool:
-        saves = draft.recomputes or request.config.train.gradient_checkpointing is False
-        same = (draft.engine, draft.offload) == (chosen.engine, chosen.offload)
-        return same and saves and draft.micro_batch_size == 1
+        saves = draft.activations.recomputes or request.config.train.gradient_checkpointing is False
+        ours, theirs = draft.sharing, chosen.sharing
+        same = (ours.engine, ours.offload) == (theirs.engine, theirs.offload)
+        return same and saves and draft.batch.micro == 1
 
     least = None
-    with contextlib.suppress(ConfigError, DoesNotFitError):
+    with suppress(ConfigError, DoesNotFitError):
         least = fastest_plan(request, smallest, explain=False, mix=False).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 
 
 def gpu_hours(plan: Plan) -> float | None:
     """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
-    return plan.step_seconds and plan.step_seconds * plan.total_steps * plan.world_size / 3600
+    seconds = plan.step_seconds and plan.step_seconds * plan.schedule.total_steps
+    return seconds and seconds * plan.sharing.world_size / 3600
