@@ -15,6 +15,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.sequence import require_divisible, why_padded
 from sft_play.planning.speed import host_link
 from sft_play.planning.tiles import may_tile, with_tiles
+from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.budget import DeviceBudget
@@ -43,7 +44,11 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
     attention = _attention(request)
     require_compilable(config, architecture, attention, device)
-    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
+    padded = (
+        Padded("noise")
+        if train.neftune_noise_alpha
+        else why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
+    )
     require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
     hidden_size = architecture.facts.hidden_size
     tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
@@ -64,7 +69,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = with_tiles(train, drafts) if tiles else drafts
-    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    average = int(facts.mean_tokens)
+    drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 
 
@@ -138,5 +144,6 @@ def traced_estimator(request: Request, budget: DeviceBudget) -> Estimator:
 
 
 def _described(run: RunConfig, plan: Plan, device: Device) -> str:
-    how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
-    return f"{how}, micro-batch {plan.micro_batch_size:,} on {plan.world_size} x {device.name}"
+    shared = plan.sharing
+    how = f"{METHODS[run.tuning.mode]}, {label_of(shared.engine, shared.replicas, shared.offload)}"
+    return f"{how}, micro-batch {plan.batch.micro:,} on {shared.world_size} x {device.name}"

@@ -118,16 +118,17 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         return [CompiledLayers("float8")]
     if config.train.compile:
         return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode != "qlora"
         and config.train.layer_kernels == "own"
         and not config.tuning.lora.use_dora
-        and engine_of(plan.engine).compiles_layers
-        and plan.sequence_ranks == 1
-        and plan.activations != "offload"
+        and engine_of(plan.sharing.engine).compiles_layers
+        and not plan.sharing.divides_tokens
+        and plan.activations.policy != "offload"
         and plan.attention == NAME
-        and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
+        and (config.tuning.mode == "full" or precision.dtype == AUTOCAST.get(precision.autocast, "float32"))
         and COMPILED.runs_on(plan.device, plan.compute_capability)
     )
     if not could or _besides_dense_layers(architecture):
@@ -137,10 +138,11 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
 
 def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
     """That layers, which can be compiled, do not multiply in float8, on a GPU where they could."""
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode == "full"
-        and (plan.dtype, plan.mixed_precision) == ("float32", "bf16")
+        and (precision.dtype, precision.autocast) == ("float32", "bf16")
         and plan.compute_capability is not None
         and FLOAT8.runs_on(plan.device, plan.compute_capability)
         and architecture.modules.float8_layers > 0

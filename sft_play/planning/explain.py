@@ -53,7 +53,7 @@ def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimat
     threads = training_threads(request.machine, request.processes) or 1
 
     def trained_elements() -> int:
-        return work_of_request(request)(config, plan, plan.micro_batch_tokens).trained_elements
+        return work_of_request(request)(config, plan, plan.rows.most_tokens).trained_elements
 
     return [
         *([kernel] if kernel else []),
@@ -79,10 +79,10 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
-    ours = config.model.attention == "auto" and plan.attention == NAME and plan.sequence_ranks == 1
+    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.divides_tokens
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
-    dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+    dtype = AUTOCAST.get(plan.precision.autocast, plan.precision.dtype)
     try:
         architecture.ask(questions.attention, name, plan.device, capability, dtype)
     except ConfigError:  # nobody asked for it
@@ -132,7 +132,7 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
     if config.tuning.mode != "full" and lora.rank_pattern:
         yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
     if config.tuning.mode != "full" and lora.plus_ratio:
-        yield LoraPlus(plan.learning_rate, lora.plus_ratio)
+        yield LoraPlus(plan.schedule.learning_rate, lora.plus_ratio)
     if config.tuning.mode != "full" and lora.init != "default":
         yield Decomposed(lora.init)
     if config.train.neftune_noise_alpha is not None:

@@ -18,7 +18,7 @@ FLOORS = [
     ["spelling", "secrets"],
     ["__init__", "errors", "extras", "resources", "units"],
     ["files"],
-    ["choices", "rows"],
+    ["choices", "parts", "rows"],
     ["fingerprints"],
     ["config", "cache", "manifest"],
     ["plan", "runlog", "ui", "work"],

@@ -1,7 +1,6 @@
 """Liger's kernels compute what ours do, and allocate what the trace says; by Triton's interpreter."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from sft_play.sizing.model_facts import module_facts
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.upstream.patching import patched
 from tests.jobs import make_job
+from tests.plans import plan_with
 from tests.triton import interpreted, needs_triton
 
 TOKENS, HEADS, GROUPS = 5, 4, 2
@@ -257,7 +257,7 @@ def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_pa
     def step_of(kernels):
         lora = {"init": "pissa"} if mode == "lora" else None  # which starts with gradients for A too
         job = make_job(tiny_model, tmp_path, kernels, mode=mode, kernels=kernels, lora=lora)
-        model = build_model(job.config, replace(job.plan, dtype="float32")).train()
+        model = build_model(job.config, plan_with(job.plan, dtype="float32")).train()
         ids = torch.arange(18).view(2, 9) * 5
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

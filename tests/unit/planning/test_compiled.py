@@ -203,6 +203,6 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
 def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
     machine = what_if("RTX 4090", 2)
     plan = planned(config_of(tuning={"mode": "full"}), machine, processes=2)
-    assert plan.engine == "ddp" and plan.offload == "none"
+    assert plan.sharing.engine == "ddp" and plan.sharing.offload == "none"
     assert {row["engine"] for row in plan.alternatives} <= {"ddp"}
     assert "offload" not in {row.get("activations") for row in plan.alternatives}
