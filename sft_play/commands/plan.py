@@ -85,7 +85,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             chosen = plan_or_advise(request, partial(_again, asked, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = asked.why or asked.json or not chosen.memory  # what was not sized has to say so
-            scaled = request.with_offload(chosen.offload).in_groups_of(chosen.sequence_ranks)
+            scaled = request.with_offload(chosen.sharing.offload).in_groups_of(chosen.sharing.sequence_ranks)
             scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
@@ -131,10 +131,10 @@ def _cost(price: float | None, hours: float | None) -> float | None:
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
     """What fits where."""
     what = f"{METHODS[config.tuning.mode]} of {asked_name(config.model.name)}"
-    place = counted(chosen.world_size, "process") + " on this CPU"
+    place = counted(chosen.sharing.world_size, "process") + " on this CPU"
     if machine.gpus:
-        place = f"{chosen.world_size} x {machine.gpus[0].name}"
-    engine = label_of(chosen.engine, chosen.replicas, chosen.offload)
+        place = f"{chosen.sharing.world_size} x {machine.gpus[0].name}"
+    engine = label_of(chosen.sharing.engine, chosen.sharing.replicas, chosen.sharing.offload)
     return f"{what} fits on {place} ({engine})"
 
 
@@ -185,7 +185,7 @@ def _command(asked: Asked, resolved: ResolvedConfig, config: RunConfig, chosen: 
 
 def _again(asked: Asked, processes: int, change: Change) -> str:
     """What to type to plan the same with a change, which may be more GPUs than these."""
-    world, gpu = change.plan.world_size, asked.gpu
+    world, gpu = change.plan.sharing.world_size, asked.gpu
     if world != processes and gpu is None:
         gpu = detect().gpus[0].name
     named = {"MODEL": asked.model, "GPU": gpu, "NGPU": world if asked.gpus or world != processes else None}

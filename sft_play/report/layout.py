@@ -92,10 +92,11 @@ def _quoted(words: str) -> str:
 
 def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
     """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
-    engine, offload = engine_of(plan.engine), None if plan.offload == "none" else plan.offload
-    machines, rest = divmod(plan.world_size, LARGEST_MACHINE)
+    sharing, engine = plan.sharing, engine_of(plan.sharing.engine)
+    offload = None if sharing.offload == "none" else sharing.offload
+    machines, rest = divmod(sharing.world_size, LARGEST_MACHINE)
     if plan.device != "cpu" and machines > 1 and not rest:
-        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.engine, OFFLOAD=offload)
+        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.sharing.engine, OFFLOAD=offload)
         return make_command("train-slurm", config, overrides, **several)
-    processes = plan.world_size if engine.distributes else None
+    processes = plan.sharing.world_size if engine.distributes else None
     return make_command(engine.target, config, overrides, NGPU=processes, OFFLOAD=offload)

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.parts import Activations
 from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
@@ -85,13 +86,8 @@ def _kind(row: Mapping[str, Any]) -> tuple[bool, str, str]:
 
 
 def way_of(row: Mapping[str, Any]) -> str:
-    """What becomes of activations, in a word or two; plans of earlier versions tell of two ways only."""
-    if row.get("kept_layers"):
-        return "partly kept"
-    tiled = ", in tiles" if row.get("mlp_tiles", 1) > 1 else ""
-    if row.get("activations") == "offload":
-        return f"offloaded{tiled}"
-    return f"recomputed{tiled}" if row["gradient_checkpointing"] else "kept"
+    """What becomes of activations, in a word or two."""
+    return Activations.of_json(row).way
 
 
 def engine_label(row: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from sft_play.plan import Memory, Plan
 from sft_play.report import plots
 from sft_play.runlog import RunDir, append_metrics
 from sft_play.units import GIB, MIB
+from tests.plans import plan_of
 
 STEPS = 20
 ATTACK = "<script>alert(1)</script>"
@@ -67,7 +68,7 @@ def make_plan(world_size: int = 1) -> Plan:
         phase_terms={"load": {"weights": 300 * MIB, "adapters": 10 * MIB}, "backward": TERMS},
         guard_bytes=1,
     )
-    return Plan(
+    return plan_of(
         micro_batch_size=4,
         gradient_accumulation_steps=2,
         effective_batch_size=8 * world_size,
