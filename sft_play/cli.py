@@ -9,7 +9,12 @@ import traceback
 import click
 from rich.text import Text
 
-from sft_play.commands import data_handlers, first_handlers, handlers  # noqa: F401 - they declare the commands
+from sft_play.commands import (  # noqa: F401 - they declare the commands
+    data_handlers,
+    first_handlers,
+    handlers,
+    machine_handlers,
+)
 from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
