@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
