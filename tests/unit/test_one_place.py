@@ -26,7 +26,6 @@ TABLES = {
 OTHERS = {
     "spelling.py": "the make targets of engines",
     "engines/zero3.py": "a refusal that names the engines to use instead",
-    "sizing/step.py": "the optimizer of a step by default",
 }
 # Of a knob that has no table: the files that know it.
 KNOBS: dict[str, set[str]] = {}
