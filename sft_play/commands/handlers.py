@@ -63,7 +63,7 @@ def device_profile(args: Arguments) -> int:
     from sft_play.report.profile import profile_report
 
     with importing():
-        from sft_play.planning.speed import checked, device_name, read_collectives, saved_profile
+        from sft_play.planning.speed.devices import checked, device_name, read_collectives, saved_profile
     machine = gpus.detect()
     tree = json.loads(checked(saved_profile(machine, 1, again=args.again), machine).to_json())
     measured = read_collectives(device_name(machine))
@@ -214,7 +214,7 @@ def train(args: Arguments) -> int:
 def slurm(args: Arguments) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
     from sft_play.launch.slurm import read_job, submission_summary, submit
-    from sft_play.planning.batch import batch_choices
+    from sft_play.planning.candidates.batch import batch_choices
 
     config = announce(args, name="train-slurm").config
     options = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}

@@ -39,11 +39,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.parts import RECOMPUTED, flat
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.drafts import by_offload
-from sft_play.planning.mixes import mixes
-from sft_play.planning.savings import master_weights, states_on_disk
-from sft_play.planning.spare import at_worst, with_less_sent
-from sft_play.planning.tiles import why_tiled, worth_sizing
+from sft_play.planning.candidates.drafts import by_offload
+from sft_play.planning.candidates.tiles import why_tiled, worth_sizing
+from sft_play.planning.search.costs import master_weights, states_on_disk
+from sft_play.planning.search.less_sent import at_worst, with_less_sent
+from sft_play.planning.search.partly_recomputed import partly_recomputed
 from sft_play.reasons.choices import (
     Activations,
     Dealing,
@@ -194,7 +194,7 @@ def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: Seco
     best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
     recomputing = [plan for plan in fitting if plan.activations == RECOMPUTED]
     needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
-    return mixes(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
+    return partly_recomputed(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
 
 
 def _recomputes(one: Plan, other: Plan) -> bool:
