@@ -50,12 +50,11 @@ class RunDir:
     config = _Within("config.resolved.yaml")  # with the origin of each value
     plan = _Within("plan.json")  # that the run was started with
     next_plan = _Within(".plan.json")  # for the ranks; until they train, plan.json is of the earlier run
-    answers = _Within(".answers.json")  # of the ranks before and after training, for who started them
     scaling = _Within("scaling.json")  # the plan for other numbers of processes
     probe = _Within("probe.json")  # what `make probe` found
     data = _Within("data.json")  # statistics of the data that the run was started with
     environment = _Within("environment.json")  # the machine and the versions that it was started with
-    base = _Within("base.json")  # hashes of the base model in a folder that it was started with
+    base = _Within("base.json")  # what a base model in a folder is known by
     summary = _Within("summary.json")  # status and results
     report = _Within("report.html")
     harness = _Within("eval-lm.json")  # what `make eval-lm` found

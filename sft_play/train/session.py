@@ -39,9 +39,11 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers
-from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
+from sft_play.train.trainer import PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
+from sft_play.upstream.accelerate import state_of_a_run
+from sft_play.upstream.patching import lasting
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan, engine = job.config, job.plan, engine_of(job.plan.sharing.engine)
+    lasting(state_of_a_run)
     validation = validation_rows(job)
     types = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
     trainer = PlannedTrainer(
@@ -184,7 +187,7 @@ def _division(job: Job) -> tuple[int, float]:
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
+    callbacks: list[TrainerCallback] = [reporter]
     if job.plan.sharing.world_size > 1:
         limit_s, watched = job.config.parallel.timeout_s, job.ranks.launched_by_us
         callbacks.append(Heartbeat(job.run, job.ranks.rank, limit_s, exits=not watched))
