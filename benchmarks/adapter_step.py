@@ -25,7 +25,7 @@ from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import add_loss_head, token_loss
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 LENGTHS = [190] * 16  # tokens of the joined rows, about as in GSM8K
 ROUNDS, RANK = 15, 16

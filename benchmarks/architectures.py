@@ -47,14 +47,16 @@ from sft_play.machine.gpus import detect
 from sft_play.model.architecture import know_multimodal, require_decoder
 from sft_play.model.build import build_model
 from sft_play.model.load import load_model_config, load_tokenizer
-from sft_play.planning.devices import training_device
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import allowed_plans
+from sft_play.planning.request import Request
 from sft_play.planning.search import choose_plan
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.train.session import prepare_session
+from sft_play.ui.console import console, quiet_libraries
 
 ROWS, LONGEST = 12, 40  # of the data
 STEP_TOKENS = 32  # in each of the 4 rows of the step whose memory is measured
@@ -205,7 +207,8 @@ def make_job(model: Path, output: Path, way: str) -> Job:
     rows, held_out = random_rows(ROWS, 0), random_rows(2, 1)
     data = PreparedData(rows, held_out, None, LONGEST, dict.fromkeys(SPLITS), output)
     architecture, machine = load_model_config(config.model), detect()
-    drafts, _ = allowed_plans(config, architecture, DataFacts.of(data, config), training_device(machine), 1)
+    facts = DataFacts.of(data, config)
+    drafts, _ = allowed_plans(Request(config, Architecture.of(architecture), facts, machine, 1))
     plan, _ = choose_plan(config, drafts, None, None)
     run, tokenizer = open_run(str(output), way, 0), load_tokenizer(config.model)
     return Job(ResolvedConfig(config, {}, Path("bench")), run, architecture, tokenizer, data, machine, plan)

@@ -33,9 +33,9 @@ from benchmarks.sizing import CPU, build
 from benchmarks.small_models import WIDE, small_config
 from sft_play.model.compilation import compile_layers
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
 from sft_play.sizing.step import JoinedRows
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training
+from sft_play.ui.console import console
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "phi3")
 GEOMETRY = WIDE | {"vocabulary": 1000, "layers": 3}

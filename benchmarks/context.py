@@ -41,9 +41,9 @@ from sft_play.planning.clock import step_seconds
 from sft_play.planning.measurement import measure
 from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.speed import device_name
-from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 from sft_play.work import mixed
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sft_play.choices.optimizers import make_optimizer
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.cpu_meter import (
@@ -18,7 +19,6 @@ from sft_play.sizing.cpu_meter import (
     peaks_by_mark,
     storage_bytes,
 )
-from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import (

@@ -24,14 +24,14 @@ from torch import distributed
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
+from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
-from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
+from sft_play.ui.console import console
 
 ROUNDS, STEPS, MICRO_BATCHES, SEED = 10, 2, 2, 76
 CASES = [(mode, tokens) for mode in ("full", "lora") for tokens in (32, 256)]

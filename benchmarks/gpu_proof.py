@@ -30,8 +30,8 @@ import torch
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.throughput import COURSES, ROUNDS
 from benchmarks.throughput_sides import CHOICES, left_out, sides
-from sft_play.runlog import console
 from sft_play.sizing.step import step_code
+from sft_play.ui.console import console
 
 MINUTES = 20.0
 LEAST_S = 60  # a part that has less time left waits for the next slice

@@ -22,7 +22,7 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.sizing_gpu import arguments, local_device
 from sft_play.model import liger
 from sft_play.model.cpu import TiledLogProbs
-from sft_play.runlog import console
+from sft_play.ui.console import console
 from sft_play.units import MIB
 
 ROUNDS = 5

@@ -52,11 +52,14 @@ from sft_play.machine.gpus import detect
 from sft_play.plan import PROFILED, Plan
 from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.speed import saved_profile
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
+from sft_play.sizing.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.session import Session, close_session, open_session, ordered_rows
+from sft_play.ui.console import console, quiet_libraries
 
 CPU = torch.device("cpu")
 STEPS = 4  # of each plan and round; the first one is not counted
@@ -185,10 +188,11 @@ class Work:
 
     def plan(self, accept: Any) -> Plan:
         """The fastest by prediction, among those that `accept` takes."""
-        facts = DataFacts.of(self.data, self.config)
-        settings = dict(accept=accept, budget_bytes=BUDGET)
-        found = plan_run(self.config, self.architecture, facts, self.machine, self.load.processes, **settings)
-        return require_predicted(found)
+        architecture, facts = Architecture.of(self.architecture), DataFacts.of(self.data, self.config)
+        request = Request(
+            self.config, architecture, facts, self.machine, self.load.processes, budget_bytes=BUDGET
+        )
+        return require_predicted(fastest_plan(request, accept))
 
     def job(self, plan: Plan) -> Job:
         """A run with a plan."""

@@ -31,11 +31,11 @@ from benchmarks.published_sharded import KINDS, SPEED, planned_steps
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.zero2 import Buckets
-from sft_play.runlog import console
 from sft_play.sizing.budget import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE
 from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
+from sft_play.ui.console import console
 from sft_play.units import GIB, MIB
 
 TRL_SFT = "https://github.com/huggingface/trl/pull/6859"

@@ -27,7 +27,8 @@ from sft_play.plan import Plan
 from sft_play.planning.clock import batches_of
 from sft_play.planning.devices import memory_device
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.runlog import open_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import estimator
@@ -229,10 +230,14 @@ def _dataset(rows: tuple[tuple[int, int], ...]) -> Dataset:
     )
 
 
+def _request(config: RunConfig, architecture: PretrainedConfig, facts: DataFacts, world: int) -> Request:
+    return Request(config, Architecture.of(architecture), facts, detect(), world, budget_bytes=ENOUGH)
+
+
 def _planned(config: RunConfig, architecture: PretrainedConfig, facts: DataFacts, world: int) -> Plan | str:
     """The plan, or why there is none, which all processes are told."""
     try:
-        return plan_run(config, architecture, facts, detect(), world, budget_bytes=ENOUGH)
+        return fastest_plan(_request(config, architecture, facts, world))
     except SftPlayError as error:
         return str(error)
 
@@ -279,9 +284,7 @@ def predicted_again(run: RandomRun, tree: dict[str, Any] | None, folder: Path) -
     config = config_of(run, folder, folder)
     architecture, (_, facts) = load_model_config(config.model), facts_of(run, config, folder)
     if tree is None:
-        plan = plan_run(
-            config, architecture, facts, detect(), run.world_size, budget_bytes=ENOUGH, explain=False
-        )
+        plan = fastest_plan(_request(config, architecture, facts, run.world_size), explain=False)
         assert plan.memory
         return {"plan": without_memory(plan), "predicted": plan.memory.phases}
     usual = memory_device(config, detect(), run.world_size)

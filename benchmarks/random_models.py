@@ -19,8 +19,8 @@ from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import nf4
 from sft_play.plan import Plan
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.step import StepSpec
+from sft_play.upstream.patching import patched
 
 MORE_NAMES = ("gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4")
 TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2", "gemma2", "cohere", "smollm3")

@@ -64,13 +64,13 @@ from sft_play.job import Job
 from sft_play.launch.accelerate import launch_command
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.model.weights import release_memory
-from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.sizing.step import step_code
 from sft_play.train.probe import probe
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import NoiseOfStep, forget_embeddings
+from sft_play.ui.console import console, quiet_libraries
 
 RUNS, SEED = 100, 7
 BLOCK = 20  # runs

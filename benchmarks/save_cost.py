@@ -23,7 +23,7 @@ from benchmarks.markdown import RESULTS
 from sft_play.files import flush_to_disk
 from sft_play.fingerprints import installed_versions
 from sft_play.manifest import files_in, hash_files, write_manifest
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 TENSORS = 24
 

@@ -212,7 +212,7 @@ def main() -> None:
             args.rank.write_text(json.dumps(measured))
         return
     from sft_play.machine.gpus import detect
-    from sft_play.runlog import console
+    from sft_play.ui.console import console
 
     machine = detect()
     device, available = ("cuda", len(machine.gpus)) if machine.gpus else ("cpu", machine.host.cpu_cores)

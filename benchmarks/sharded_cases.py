@@ -12,9 +12,7 @@ from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_conf
 from benchmarks.small_models import NAMES
 from sft_play.config.schema import LoraSettings
 from sft_play.model.architecture import setting
-from sft_play.model.attention_choice import calls_ours, why_padded
-from sft_play.model.attention_table import NAME
-from sft_play.sizing import questions
+from sft_play.model.attention_choice import calls_ours, why_rows_mix
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 
@@ -48,7 +46,6 @@ class Case:
     reshard_after_forward: bool = True
     kept_layers: int = 0  # the last ones, if others are recomputed
     mlp_tile: int = 0  # tokens that an MLP computes at a time; 0: all
-    prefetch_layers: int = 1
 
     @property
     def key(self) -> str:
@@ -80,7 +77,6 @@ class Case:
             reshard_after_forward=self.reshard_after_forward,
             kept_layers=self.kept_layers,
             mlp_tile=self.mlp_tile,
-            prefetch_layers=self.prefetch_layers,
         )
 
 
@@ -125,16 +121,6 @@ def some_gathered(cases: list[Case], seed: int) -> list[Case]:
     return [replace(case, reshard_after_forward=free) for case, free in zip(cases, frees, strict=True)]
 
 
-def some_prefetched(cases: list[Case], seed: int) -> list[Case]:
-    """The same cases with more layers, whose weights are gathered two or three layers ahead."""
-    return [_prefetched(case, random.Random(f"prefetched {seed} {case.number}")) for case in cases]
-
-
-def _prefetched(case: Case, pick: random.Random) -> Case:
-    geometry = case.geometry | {"layers": case.geometry["layers"] + pick.randint(4, 8)}
-    return replace(case, geometry=geometry, prefetch_layers=pick.choice((2, 3)))
-
-
 def mixed(cases: list[Case], seed: int) -> list[Case]:
     """The same cases with layers recomputed: all but the last few, or all with MLPs in three tiles."""
     return [_mixed(case, random.Random(f"mixed {seed} {case.number}")) for case in cases]
@@ -143,7 +129,7 @@ def mixed(cases: list[Case], seed: int) -> list[Case]:
 def _mixed(case: Case, pick: random.Random) -> Case:
     kept = pick.randint(1, case.geometry["layers"] - 1)
     recomputed = replace(case, activations="recompute", kept_layers=kept)
-    if pick.random() < 0.5 or not Architecture.of(case.config).ask(questions.tiled_mlps):
+    if pick.random() < 0.5 or not Architecture.of(case.config).modules.tiled_mlps:
         return recomputed
     return replace(recomputed, kept_layers=0, mlp_tile=max(case.rows) * case.row_tokens // 3)
 
@@ -157,7 +143,7 @@ def divided(case: Case, ranks: int) -> Case | None:
     """The same with joined rows whose tokens so many processes divide; None if they cannot."""
     config = case.config
     heads = setting(config.get_text_config(), "num_attention_heads")
-    if heads % ranks or not calls_ours(config) or why_padded(False, "auto", config, NAME):
+    if heads % ranks or not calls_ours(config) or why_rows_mix(config):
         return None
     return replace(case, joined=True, rows=(4,) * case.world, replicas=1, sequence_ranks=ranks)
 

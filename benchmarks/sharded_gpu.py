@@ -50,8 +50,8 @@ from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.model.architecture import units_of
-from sft_play.runlog import console
 from sft_play.sizing.step import StepSpec
+from sft_play.ui.console import console
 
 SHARED = 2  # processes on a single GPU
 CASE_S = 180  # that a case may take, loading included
@@ -73,12 +73,12 @@ def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
         worlds = [(case, 1, True) for case in chosen[: models * len(MODES)]]
         worlds += [(case, SHARED, False) for case in chosen[:SHARED]]
     divided = [_divided(case, world, offload=offload) for case, world, offload in worlds]
-    others = {"kept gathered": {"reshard_after_forward": False}, "2 layers ahead": {"prefetch_layers": 2}}
-    return [*divided, *(_otherwise(divided[0], *each) for each in others.items() if gpus > 1)]
+    return [*divided, *([_kept_gathered(divided[0])] if gpus > 1 else [])]
 
 
-def _otherwise(case: Case, name: str, changes: dict[str, Any]) -> Case:
-    return replace(case, key=f"{case.key}, {name}", spec=replace(case.spec, **changes))
+def _kept_gathered(case: Case) -> Case:
+    spec = replace(case.spec, reshard_after_forward=False)
+    return replace(case, key=f"{case.key}, kept gathered", spec=spec)
 
 
 def _divided(case: Case, world: int, *, offload: bool) -> Case:
@@ -152,7 +152,6 @@ def _build(model: str, spec: StepSpec, device: torch.device) -> Callable[[], Any
             gathered_dtype=gathered,
             offload=spec.offload,
             reshard_after_forward=spec.reshard_after_forward,
-            prefetch_layers=spec.prefetch_layers,
         )
         return whole
 

@@ -5,7 +5,6 @@
     make bench-sharding ARGS=--again               # predicts what has been measured once more
     make bench-sharding ARGS="--cases 24 --sequence --out benchmarks/results/sequence.json"
     make bench-sharding ARGS="--cases 24 --gathered --out benchmarks/results/gathered.json"
-    make bench-sharding ARGS="--cases 40 --prefetched --out benchmarks/results/sharding_prefetched.json"
     make bench-sharding ARGS="--cases 40 --mixed --out benchmarks/results/sharding_mixed.json"
     make bench-sharding ARGS="--cases 20 --in-ram --out benchmarks/results/sharding_in_ram.json"
 
@@ -50,16 +49,14 @@ from benchmarks.sharded_cases import (
     in_ram,
     mixed,
     some_gathered,
-    some_prefetched,
 )
+from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
-from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.trace import (
     forward,
@@ -69,6 +66,7 @@ from sft_play.sizing.trace import (
     trained_parameters,
 )
 from sft_play.timeline import PHASES, WHOLE_MODEL
+from sft_play.ui.console import console
 
 CPU = torch.device("cpu")
 CASES, SEED = 200, 22
@@ -115,7 +113,6 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
         replicas=case.replicas,
         defers_exchange=spec.defers_exchange,
         reshard_after_forward=spec.reshard_after_forward,
-        prefetch_layers=spec.prefetch_layers,
     )
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -248,7 +245,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
     parser.add_argument("--gathered", action="store_true", help="weights of some stay gathered")
-    parser.add_argument("--prefetched", action="store_true", help="weights are gathered 2 or 3 layers ahead")
     parser.add_argument("--mixed", action="store_true", help="some layers kept, or MLPs in tiles")
     parser.add_argument("--in-ram", action="store_true", help="inputs of recomputed layers are copied to RAM")
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
@@ -272,7 +268,6 @@ def main() -> None:
         else:
             cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
             cases = some_gathered(cases, options.seed) if options.gathered else cases
-            cases = some_prefetched(cases, options.seed) if options.prefetched else cases
             cases = mixed(cases, options.seed) if options.mixed else cases
             cases = in_ram(cases) if options.in_ram else cases
             head = {"seed": options.seed, **head}
@@ -290,7 +285,6 @@ def describe(row: dict[str, Any]) -> str:
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
     words += [f"tokens/{row['sequence_ranks']}"] if row["sequence_ranks"] > 1 else []
     words += [] if row["reshard_after_forward"] else ["gathered"]
-    words += [f"{row['prefetch_layers']} ahead"] if row["prefetch_layers"] > 1 else []
     words += [f"{row['kept_layers']} kept"] if row["kept_layers"] else []
     words += ["tiles"] if row["mlp_tile"] else []
     words += [name for name in ("tied", "accumulates", "defers_exchange", "joined") if row[name]]

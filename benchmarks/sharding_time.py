@@ -39,8 +39,8 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.planning.speed import saved_profile
-from sft_play.runlog import console, quiet_libraries
 from sft_play.train.ranks import from_main, with_known_exchange
+from sft_play.ui.console import console, quiet_libraries
 
 CPU = torch.device("cpu")
 ROUNDS, MINUTES = 2, 18.0

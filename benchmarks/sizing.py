@@ -35,10 +35,10 @@ from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.build import load_base
-from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.timeline import Peak, Step
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 
 # By autocast type, of the peak with and without the weights.

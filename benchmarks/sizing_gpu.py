@@ -50,7 +50,7 @@ from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sizing import spread
 from sft_play.config.schema import TuningConfig
-from sft_play.runlog import console
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 
 TARGETS = {"median": 0.01, "p95": 0.03}  # of the allocated peak

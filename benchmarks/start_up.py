@@ -20,7 +20,7 @@ from benchmarks.peers.__main__ import GSM8K, HELD_OUT, ROWS
 from benchmarks.peers.contestants import CONTESTANTS, REFERENCE
 from benchmarks.peers.race import run
 from benchmarks.peers.work import Work, make_work
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 FOLDER = Path(".cache") / "bench-start-up"
 PROFILE_ALONE, AGAIN = f"{REFERENCE}, profile known", f"{REFERENCE}, the same run again"

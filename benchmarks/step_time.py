@@ -30,10 +30,10 @@ from sft_play.planning.clock import StepSeconds, step_seconds
 from sft_play.planning.measurement import measure, now, since
 from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.speed import device_name
-from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
+from sft_play.ui.console import console
 from sft_play.work import PRODUCT, TIMES, K, M, N, Work
 
 CPU = torch.device("cpu")

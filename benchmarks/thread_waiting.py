@@ -24,7 +24,7 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from sft_play.launch.environment import WAITING
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import token_loss
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 SPINS = ("0", "3000", WAITING["GOMP_SPINCOUNT"], "10000", "300000")  # the last one is libgomp's own
 REPEATS = {"alone": {1: 20, 16: 6}, "beside": {1: 6, 16: 2}}  # rows -> measured passes

@@ -58,12 +58,15 @@ from sft_play.machine.gpus import detect
 from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.speed import peak_flops
-from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.runlog import open_run
+from sft_play.sizing.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows
 from sft_play.train.session import open_session
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import format_bytes
 
 BASELINE_ROWS = 2  # micro-batch of the TRL side, as in TRL's examples
@@ -173,7 +176,8 @@ def _tuning(course: Course) -> TuningConfig:
 
 def our_plan(course: Course, config: RunConfig, data: PreparedData) -> Plan:
     """The plan that the planner chooses for this machine."""
-    return plan_run(config, architecture(course.model), DataFacts.of(data, config), detect(), 1)
+    model = Architecture.of(architecture(course.model))
+    return fastest_plan(Request(config, model, DataFacts.of(data, config), detect(), 1))
 
 
 def prepared(course: Course, rows: Dataset, folder: Path) -> PreparedData:

@@ -40,17 +40,17 @@ from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sharded_cases import Case, case_of, divided, draw
 from benchmarks.sharding import CPU, SEED, HeapMeter
+from sft_play.choices.optimizers import make_optimizer, state_bytes
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
-from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.deepspeed import configuration
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.engines.registry import engine_of
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
-from sft_play.runlog import console
-from sft_play.sizing.optimizers import make_optimizer, state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step, trained_parameters
+from sft_play.ui.console import console
 
 WORLD, CASES, STEPS, COUNTED = 2, 20, 5, 3
 STAGE, LATE = 3, "late"
@@ -89,7 +89,7 @@ def step_of(case: Case, rank: int, offload: bool) -> StepSpec:
 
 def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
     """DeepSpeed's config for a step that trains so many elements."""
-    zero = read_config(config_file(STAGE))["zero_optimization"]
+    zero = configuration(STAGE)["zero_optimization"]
     zero |= {"reduce_bucket_size": min(trained, zero["reduce_bucket_size"]), "overlap_comm": False}
     if spec.offload:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -201,7 +201,9 @@ def predicted(case: Case, offload: bool, on_disk: bool) -> list[dict[str, int]]:
             element_bytes=spec.trained_element_bytes,
             offloads=offload,
             states_on_disk=on_disk,
-            state_bytes=lambda elements, spec=spec: 0 if on_disk else state_bytes(spec, elements),  # type: ignore[misc]
+            state_bytes=lambda elements, spec=spec: (
+                0 if on_disk else state_bytes(spec.optimizer, "cpu", elements)
+            ),  # type: ignore[misc]
         )
         step = engine_of("deepspeed_z3").transform(trace_step(case.config, spec).step, division)
         found.append({phase: peak.bytes for phase, peak in step.peaks().items()})

@@ -26,7 +26,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.launch.environment import set_environment
 from sft_play.runlog import RunDir, read_json, read_metrics
-from sft_play.screen import Screen
+from sft_play.ui.screen import Screen
 
 Settings = Mapping[str, Any]  # by dotted name: {"train.learning_rate": 1e-4}
 IN_A_NOTEBOOK = '<pre style="font-family: monospace; line-height: 1.2; white-space: pre">{code}</pre>'

@@ -13,10 +13,10 @@ from sft_play.commands import data_handlers, first_handlers, handlers  # noqa: F
 from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
-from sft_play.runlog import console_on_stderr
-from sft_play.screen import Command, Screen, write_stderr
 from sft_play.secrets import redact
-from sft_play.streams import require_output, secure_streams
+from sft_play.ui.console import console_on_stderr
+from sft_play.ui.screen import Command, Screen, write_stderr
+from sft_play.ui.streams import require_output, secure_streams
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 COMMANDS = ("make ", "sft-play ")  # at the start of a line
@@ -204,13 +204,13 @@ def run_rank(argv: list[str]) -> int:
         return report_error(problem)
     args = parse(argv, RANK)
     from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer
-    from sft_play.machine.process import importing_torch
+    from sft_play.machine.process import importing_libraries
 
     ranks = SINGLE_PROCESS
     try:
         ranks = RankEnvironment.read()
         ranks.require_whole_world()
-        with importing_torch():
+        with importing_libraries():
             from sft_play.commands.rank import run_rank as train_rank
 
         train_rank(args.config, args.overrides, ranks, probe_only=args.probe)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from sft_play.errors import StorageError
+
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading; OSError for anything else: a link, a pipe that waits, a device."""
@@ -67,3 +69,12 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def storing(path: Path, remedy: str) -> Iterator[None]:
+    """Turns an OSError within into a StorageError: that the path cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}. {remedy}") from error

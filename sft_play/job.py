@@ -16,7 +16,6 @@ from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig, dump_resolved
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
-from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import code_commit, installed_versions
@@ -25,16 +24,18 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
-from sft_play.planning.advice import Request, changed_command, plan_or_advise
-from sft_play.planning.begun import as_begun, earlier_plan
-from sft_play.planning.drafts import with_groups
+from sft_play.planning.advice import changed_command, plan_or_advise
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import Accept, fastest_plan
+from sft_play.planning.request import Request
+from sft_play.planning.resumed import earlier_plan, resumed_plan
 from sft_play.planning.speed import ensure_profile
 from sft_play.report.layout import make_command
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
+from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
+from sft_play.sizing.architecture import Architecture
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
+from sft_play.ui.progress import PLANNING, spinner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -102,11 +103,11 @@ def prepare_job(
             ensure_profile(config, machine, processes)
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
-            request = Request(config, loaded.architecture, facts, machine, processes, machines)
+            architecture = Architecture.of(loaded.architecture)
+            request = Request(config, architecture, facts, machine, processes, machines)
             earlier = earlier_plan(config, run.path)
-            begun = as_begun(request, earlier) if earlier else None
-            plan = begun or plan_or_advise(request, partial(changed_command, resolved))
-    engine_of(plan.engine).require_agreement(config, plan)
+            resumed = resumed_plan(request, earlier) if earlier else None
+            plan = resumed or plan_or_advise(request, partial(changed_command, resolved))
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
 
@@ -135,29 +136,29 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
     return min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0)
 
 
-def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
+def plan_again(job: Job, accept: Accept) -> Plan:
     """The fastest plan that `accept` allows, with engine, offload, processes, groups and budget of the job's.
 
     Raises DoesNotFitError if there is none.
     """
     earlier = job.plan
-    return plan_run(
-        with_groups(job.config, earlier.sequence_ranks),
-        job.architecture,
+    request = Request(
+        job.config,
+        Architecture.of(job.architecture),
         DataFacts.of(job.data, job.config),
         job.machine,
         earlier.world_size,
-        machines=earlier.machines,
-        accept=lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft),
-        budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
-    )
+        earlier.machines,
+        earlier.memory.budget_bytes if earlier.memory else None,
+    ).in_groups_of(earlier.sequence_ranks)
+    return fastest_plan(request, lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft))
 
 
 def _shared_as(plan: Plan) -> tuple[str, str]:
     return plan.engine, plan.offload
 
 
-def find_plan(job: Job, accept: Callable[[Plan], bool]) -> Plan | None:
+def find_plan(job: Job, accept: Accept) -> Plan | None:
     """As `plan_again`; None if there is none."""
     with contextlib.suppress(DoesNotFitError):
         return plan_again(job, accept)

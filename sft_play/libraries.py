@@ -11,6 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from sft_play.cache import cache_dir
+from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import distributed_engines
 from sft_play.errors import ConfigError
@@ -32,7 +33,7 @@ CHANGES = {
     "train.gradient_checkpointing": ("false", {"transformers", "transformers_modules", "peft"}),
     "tuning.lora.use_dora": ("false", {"peft", "bitsandbytes"}),
     "tuning.mode": ("lora", {"bitsandbytes"}),
-    "train.optimizer": ("adamw", {"bitsandbytes", "deepspeed"}),
+    "train.optimizer": (DEFAULT, {"bitsandbytes", "deepspeed"}),
     "parallel.engine": (distributed_engines()[0].name, {"deepspeed", "accelerate"}),
 }
 

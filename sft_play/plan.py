@@ -124,7 +124,6 @@ class Plan:
     offload: str = "none"  # "ram": weights, gradients and the optimizer's states are in RAM
     defers_exchange: bool = False  # gradients of a divided model stay whole until a step's last micro-batch
     reshard_after_forward: bool = True  # else a divided model stays gathered for the backward pass
-    prefetch_layers: int = 1  # how many layers ahead those of a divided model are gathered
     max_seq_len: int  # tokens of the longest row
     packing: bool
     padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest
@@ -199,6 +198,7 @@ class Plan:
         """The inverse of `to_json`."""
         memory = Memory.from_json(tree["memory"]) if tree.get("memory") else None
         values = dict(tree["plan"])
+        values.pop("prefetch_layers", None)  # of a setting that is gone
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
         values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other

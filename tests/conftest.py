@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.launch.environment import find_own_programs
-from sft_play.runlog import set_console
+from sft_play.ui.console import set_console
 
 find_own_programs()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +41,7 @@ gc.set_threshold(20_000, 10, 10)
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(FOUND / "extensions"))  # another checkout compiles its own
 VOCABULARY = 256
 _modules = len(sys.modules)  # whose objects the garbage collector no longer looks at
 

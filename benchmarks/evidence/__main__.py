@@ -17,7 +17,7 @@ from benchmarks.evidence.predict import described, errors_of
 from benchmarks.evidence.runs import ROWS, read_sources
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from sft_play.errors import ConfigError
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 FILE = RESULTS / "evidence.json"
 ERRORS = ("allocated", "publisher_allocated", "reserved", "process", "publisher_process", "tokens_per_second")

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.evidence.runs import Run
 from sft_play.model.architecture import decoder_layers
 from sft_play.sizing import fake
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.sharded import quant_tensors, silent_group
 from sft_play.units import AUTOCAST
+from sft_play.upstream.patching import patched
 
 
 def divided(model: torch.nn.Module, run: Run) -> FullyShardedDataParallel:

@@ -13,9 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sft_play.model import layer_forward, liger
 from sft_play.sizing import liger_kernels
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
+from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE
 
 VOCABULARY_CHUNK = 65536  # of the cross entropy

@@ -24,13 +24,14 @@ from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.published import published_models
 from sft_play.plan import Plan
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
-from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import allowed_plans
+from sft_play.planning.request import Request
 from sft_play.planning.speed import Collectives, collectives_of, derived_profile
-from sft_play.runlog import console
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import work_of_plans
+from sft_play.ui.console import console
 from sft_play.work import Work
 
 ROWS, FILE = Path(__file__).with_suffix(".json"), RESULTS / "overlap.json"
@@ -52,7 +53,7 @@ def parts_of(row: dict[str, Any], gpus: int) -> tuple[StepSeconds, tuple[Message
     run, machine = run_of(row), what_if(row["gpu"], gpus)
     config = architecture_of(row["model"])
     facts = DataFacts.unseen(run, config)
-    drafts, _ = allowed_plans(run, config, facts, training_device(machine), gpus)
+    drafts, _ = allowed_plans(Request(run, Architecture.of(config), facts, machine, gpus))
     engine = engine_of("none" if gpus == 1 else "fsdp2")
     plan: Plan = next(draft for draft in drafts if (draft.engine, draft.offload) == (engine.name, "none"))
     batch = mean_micro_batch(facts, plan)

@@ -21,16 +21,17 @@ from transformers import PretrainedConfig
 from benchmarks.evidence import flat, fused
 from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
+from sft_play.choices.optimizers import optimizer_state
 from sft_play.config.schema import LoraSettings
 from sft_play.model import attention, four_bit
 from sft_play.model.attention import type_name
 from sft_play.sizing import fake
-from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
-from sft_play.sizing.optimizers import optimizer_state
+from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import layer_hooks, trained_parameters
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.units import AUTOCAST, SIXTEEN_BIT
+from sft_play.upstream.patching import patched
 
 
 def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:
@@ -185,7 +186,7 @@ def _states(
     for owner in (*range(len(layers)), WHOLE_MODEL):
         recorder.begin("forward", owner)
         for parameter in (each for each in parameters if owner_of[each] == owner):
-            states[parameter] = optimizer_state(parameter, spec, embedding=False)
+            states[parameter] = optimizer_state(spec.optimizer, parameter, spec.device)
             states[parameter].pop("step", None)
             for tensor in states[parameter].values():
                 recorder.add(tensor, "optimizer")

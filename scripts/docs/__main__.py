@@ -1,4 +1,4 @@
-"""`make docs`: writes the pages and tables that are generated, and configs/schema.json."""
+"""`make docs`: writes the pages and tables that are generated, and the JSON files in configs."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from benchmarks.markdown import ROOT
 from scripts.docs.config_reference import reference
 from scripts.docs.tables import MARKED, filled
 from sft_play.config.load import json_schema
+from sft_play.engines.deepspeed import OF_STAGE, config_file, configuration
 
 
 def pages() -> dict[Path, str]:
@@ -15,6 +16,7 @@ def pages() -> dict[Path, str]:
     found = {
         ROOT / "docs" / "reference" / "config.md": reference(),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2) + "\n",
+        **{config_file(stage): json.dumps(configuration(stage), indent=2) + "\n" for stage in OF_STAGE},
         GUIDE: guide(read_outcomes()),
     }
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):

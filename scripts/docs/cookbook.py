@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from scripts.docs.tables import COOKBOOK, FEWEST, LONGEST
 from sft_play.cache import cache_dir
 from sft_play.config.methods import METHODS
@@ -16,7 +14,9 @@ from sft_play.model.load import planning_config
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES, plans_by_mode
-from sft_play.runlog import console, quiet_libraries
+from sft_play.planning.request import Request
+from sft_play.sizing.architecture import Architecture
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import GIB
 
 # Names in configs/hardware.yaml, and how many
@@ -92,23 +92,24 @@ def model_rows(
     config, architecture, facts = _to_plan(model)
     rows = {}
     for name, gpus in machines:
-        plans = plans_by_mode(config, architecture, facts, name, modes, gpus=gpus, accept=_holds_model)
+        request = Request(config, architecture, facts, what_if(name), 1)
+        plans = plans_by_mode(request, modes, gpus, accept=_holds_model)
         rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in modes)]
     return rows
 
 
-def _to_plan(model: str) -> tuple[RunConfig, PretrainedConfig, DataFacts]:
+def _to_plan(model: str) -> tuple[RunConfig, Architecture, DataFacts]:
     """The default run of a model, its architecture, and rows of the default length."""
     tree: dict[str, Any] = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
     config = RunConfig.model_validate(tree | {"parallel": {"sequence_parallel_size": 1}})
-    architecture, _ = planning_config(config.model)
+    architecture = Architecture.of(planning_config(config.model)[0])
     return config, architecture, DataFacts.unseen(config, architecture)
 
 
 def fewest_rows(model: str, gpus: Iterable[str] = GPUS, modes: tuple[str, ...] = MODES) -> list[list[str]]:
     """A row for each tuning mode: the model, the mode, and the fewest of each GPU with engine and speed."""
     run = _to_plan(model)
-    by_gpu = [plans_by_mode(*run, gpu, modes) for gpu in gpus]
+    by_gpu = [plans_by_mode(Request(*run, what_if(gpu), 1), modes) for gpu in gpus]
     name = model.partition("/")[2]
     return [[name, _method(mode), *(_fewest_cell(plans[mode]) for plans in by_gpu)] for mode in modes]
 

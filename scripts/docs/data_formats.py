@@ -7,11 +7,11 @@ from typing import Any
 
 from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.data.chat import Chat, make_chat
-from sft_play.data.formats import Conversation, convert
-from sft_play.data.rows import Row
 from sft_play.data.show import marked
 from sft_play.data.template import use_template
 from sft_play.data.tokens import encode
+from sft_play.rows.formats import FORMATS, Conversation, convert
+from sft_play.rows.json_files import Row
 
 TOOL = {
     "type": "function",
@@ -21,22 +21,7 @@ CALL = {"name": "weather", "arguments": {"city": "Rome"}}
 ASKED = {"role": "user", "content": "2+2?"}
 # What is shown, its data.format, and the row
 EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("OpenAI", "messages", {"messages": [ASKED, {"role": "assistant", "content": "4"}]}),
-    (
-        "ShareGPT",
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
-    ),
-    ("Alpaca", "alpaca", {"instruction": "Add.", "input": "2, 2", "output": "4"}),
-    ("prompt and completion", "prompt_completion", {"prompt": "2+2?", "completion": "4"}),
-    ("question and answer", "question_answer", {"system": "Be brief.", "question": "2+2?", "answer": "4"}),
-    (
-        "user and assistant",
-        "system_user_assistant",
-        {"system": "Be brief.", "user": "2+2?", "assistant": "4"},
-    ),
-    ("preference", "preference", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}),
-    ("text", "text", {"text": "Two and two are four."}),
+    *((known.title, name, known.example) for name, known in FORMATS.items()),
     (
         "several turns, one of them not learned",
         "messages",
@@ -68,6 +53,16 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
 )
+
+
+def data_formats() -> str:
+    """The table of formats, with the keys that identify each and those that it may have besides."""
+    rows = ["| format | `data.format` | keys of a row | keys that it may have |", "|---|---|---|---|"]
+    for name, known in FORMATS.items():
+        chosen = f"`{name}`" + ("" if known.detected else ", never detected")
+        keys, others = (", ".join(f"`{key}`" for key in keys) for keys in (known.keys, known.others))
+        rows.append(f"| {known.title} | {chosen} | {keys} | {others} |")
+    return "\n".join(rows)
 
 
 def examples() -> str:

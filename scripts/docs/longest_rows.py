@@ -14,10 +14,12 @@ from sft_play.engines.registry import label_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config, position_limit
 from sft_play.planning.context import longest_rows
+from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES
+from sft_play.planning.request import Request
 from sft_play.report.context import group_of
-from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.console import console, quiet_libraries
 
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
 MODELS = ("meta-llama/Llama-3.1-8B",)
@@ -77,7 +79,8 @@ def long_cells(model: str, gpu: str, gpus: int, modes: Iterable[str] = MODES) ->
         about = model, gpu, gpus, mode
         rows = recall("longest rows", *about)
         if rows is None:
-            rows = longest_rows(config, architecture, lambda count: what_if(gpu, count), (gpus,), (mode,))
+            facts = DataFacts.unseen(config, architecture)  # of the length that is tried
+            rows = longest_rows([Request(config, architecture, facts, what_if(gpu, gpus), gpus)], (mode,))
             remember(rows, "longest rows", *about)
         cells[mode] = _cell(rows)
     return cells

@@ -12,7 +12,7 @@ from typing import Literal
 import yaml
 
 from benchmarks.markdown import RESULTS, ROOT, results, signed, table
-from scripts.docs.data_formats import examples
+from scripts.docs.data_formats import data_formats, examples
 from scripts.docs.memory_tables import (
     compilations,
     compiled_on_a_cpu,
@@ -342,7 +342,6 @@ TABLES = {
     "divided-on-a-cpu": divided_on_a_cpu,
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "kept-gathered": partial(divided_on_a_cpu, "gathered"),
-    "further-ahead": partial(divided_on_a_cpu, "sharding_prefetched"),
     "mixed-activations": partial(divided_on_a_cpu, "sharding_mixed"),
     "inputs-in-ram": partial(divided_on_a_cpu, "sharding_in_ram"),
     "several-processes": several_processes,
@@ -368,7 +367,8 @@ TABLES = {
     "grown-batch": grown_batch,
     "exit-codes": exit_codes,
     "largest-models": largest_models,
-    "data-formats": examples,
+    "data-formats": data_formats,
+    "data-examples": examples,
     "highlights": highlights,
 }
 

@@ -28,8 +28,8 @@ from sft_play.data.sources import fingerprint, opened
 from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import sources_digest
-from sft_play.report.progress import progress_bar, spinner
-from sft_play.runlog import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
@@ -75,13 +75,8 @@ def _value(config: RunConfig, name: str) -> str | None:
 
 
 def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, str]) -> ResolvedConfig:
-    config, origins = resolved.config, dict(resolved.origins)
-    for name, path in made.items():
-        section, key = name.split(".")
-        changed = getattr(config, section).model_copy(update={key: path})
-        config = config.model_copy(update={section: changed})
-        origins[name] = f"{origins.get(name, 'default')}, {named[name]}"
-    return replace(resolved, config=config, origins=origins)
+    origins = {name: f"{resolved.origins.get(name, 'default')}, {named[name]}" for name in made}
+    return replace(resolved, config=resolved.config.changed(made), origins=resolved.origins | origins)
 
 
 def _folder(name: str, **ingredients: Any) -> Path:

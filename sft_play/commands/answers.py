@@ -8,7 +8,7 @@ from typing import Any
 import regex
 
 from sft_play.errors import ConfigError
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
 
 PATTERN_SECONDS = 2.0  # for eval.answer_pattern to search a text
 NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")

@@ -19,10 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
 from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
-from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
-from sft_play.hub import limit_network
-from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
@@ -30,11 +27,11 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.report.reasons import sentence
-from sft_play.screen import NamedValues
 from sft_play.spelling import as_typed
+from sft_play.ui.progress import PLANNING, spinner
+from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
+from sft_play.upstream.huggingface_hub import limit_network
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
@@ -73,7 +70,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         findings += disk_findings(Path(config.output.dir))
         if not exit_code(findings):
             findings.append(plan_finding(materialise(resolved), machine))
-    return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
+    return [*findings, *device_findings(machine), *version_findings(machine)]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -119,9 +116,9 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_row(config: RunConfig, given: DataInput, source: Source) -> Finding:
-    from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
     from sft_play.data.reading import read_rows
+    from sft_play.rows.formats import convert, with_format
 
     key, path = given.key, given.path
     try:
@@ -272,7 +269,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
     )
     try:
-        yield Finding(OK, "method", sentence(choose_precision(config, device)[1]))
+        yield Finding(OK, "method", str(choose_precision(config, device)[1]))
     except ConfigError as error:
         fix = "set train.mixed_precision=auto to use what the device supports"
         yield Finding(ERROR, "method", str(error), fix)
@@ -286,8 +283,9 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
-    from sft_play.planning.advice import Request, changed_command, plan_or_advise
+    from sft_play.planning.advice import changed_command, plan_or_advise
     from sft_play.planning.facts import DataFacts, row_sizes
+    from sft_play.planning.request import Request
     from sft_play.report.plan import process_unit
     from sft_play.sizing.architecture import planning_architecture
 
@@ -379,11 +377,3 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         what = f"torch {seen['torch']} is a CPU build, but this machine has a GPU"
         fix = "run `rm -r .venv && make install` with a package index that has the CUDA build of torch"
         yield Finding(ERROR, "versions", what, fix)
-
-
-def accelerate_findings(machine: Machine) -> list[Finding]:
-    """Checks that accelerate's default config, if any, fits this machine."""
-    processes = len(machine.gpus) or CPU_PROCESSES
-    stale = stale_default_config(processes, distributed_engines()[0] if processes > 1 else ALONE)
-    fix = "run `make setup-accelerate AUTO=1`, or remove the file"
-    return [Finding(WARNING, "accelerate", stale, fix)] if stale else []

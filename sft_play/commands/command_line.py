@@ -13,8 +13,9 @@ import click
 from sft_play import __version__
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.layout import ending, header, make_command
-from sft_play.runlog import RunDir, console
+from sft_play.runlog import RunDir
 from sft_play.spelling import by_make
+from sft_play.ui.console import console
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
@@ -211,12 +212,12 @@ def loaded_config(args: Arguments) -> "RunConfig":
 
 
 @contextmanager
-def importing(*, torch: bool = False) -> Iterator[None]:
-    """A live line while libraries are imported, which takes seconds; whether PyTorch is among them."""
-    from sft_play.machine.process import importing_libraries, importing_torch
-    from sft_play.report.progress import LIBRARIES, spinner
+def importing() -> Iterator[None]:
+    """A live line while libraries are imported, which takes seconds."""
+    from sft_play.machine.process import importing_libraries
+    from sft_play.ui.progress import LIBRARIES, spinner
 
-    with spinner(LIBRARIES), importing_torch() if torch else importing_libraries():
+    with spinner(LIBRARIES), importing_libraries():
         yield
 
 

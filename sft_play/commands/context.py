@@ -8,12 +8,14 @@ from sft_play.commands.command_line import Arguments
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import Machine, detect, what_if
-from sft_play.planning.context import LONGEST, longest_rows, places_of, position_limit
+from sft_play.machine.gpus import detect, what_if
+from sft_play.planning.context import LONGEST, longest_rows, places_of
+from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES
+from sft_play.planning.request import Request
 from sft_play.report.context import context_report, problem_of
-from sft_play.report.progress import progress_bar
 from sft_play.sizing.architecture import Architecture
+from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
 LEAST = 2  # tokens of a row: of a single one, nothing is predicted
@@ -55,21 +57,21 @@ def context_answer(
             "CONTEXT asks how long rows may be, and with train.packing, train.effective_batch_size counts "
             "their tokens: leave it out"
         )
-    positions = position_limit(architecture)
+    positions = architecture.facts.position_limit
     if asked is not None:
         require_positions("CONTEXT", asked, config.model, positions)
     unsaid = args.config is None and resolved.origins["tuning.mode"] == "default"
     modes = MODES if unsaid else (config.tuning.mode,)
     here = None if args.gpu else detect()
     counts = (args.gpus,) if args.gpus else COUNTS if here is None else (len(here.gpus) or 1,)
-
-    def machine_of(count: int) -> Machine:
-        return what_if(args.gpu, count) if here is None else here
-
-    total = len(modes) * len(counts) * len(places_of(config, machine_of(counts[0])))
+    facts = DataFacts.full_rows(asked or LEAST, config.train.seed)
+    requests = [
+        Request(config, architecture, facts, here or what_if(args.gpu, count), count) for count in counts
+    ]
+    machine = requests[0].machine
+    total = len(modes) * len(counts) * len(places_of(config, machine))
     with progress_bar("looking for the longest rows", total) as advance:
-        rows = longest_rows(config, architecture, machine_of, counts, modes, asked, advance)
-    machine = machine_of(counts[0])
+        rows = longest_rows(requests, modes, asked, advance)
     tree = {
         "model": config.model.name,
         "gpu": machine.gpus[0].name if machine.gpus else None,

@@ -18,9 +18,10 @@ from sft_play.commands.command_line import (
 from sft_play.commands.handlers import force
 from sft_play.errors import CheckpointError
 from sft_play.report.layout import ending, make_command
-from sft_play.runlog import console, open_run
-from sft_play.screen import NamedValues, Words
+from sft_play.runlog import open_run
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
+from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, listed
 
 

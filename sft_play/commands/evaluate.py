@@ -18,11 +18,10 @@ from sft_play.commands.answers import AnswerScore, require_answers, score_answer
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
-from sft_play.data.messages import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError
-from sft_play.files import write_atomic
+from sft_play.files import storing, write_atomic
 from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import padded_micro_batches
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, chat_of, generate_answers, in_batches
@@ -31,10 +30,12 @@ from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights import finished_weights
 from sft_play.report.card import renewed_cards
 from sft_play.report.layout import ending
-from sft_play.report.progress import progress_bar
 from sft_play.report.record import SPLITS, planned_batch
 from sft_play.report.tables import evaluation_table, perplexity
-from sft_play.runlog import RunDir, console, quiet_libraries, storing
+from sft_play.rows.messages import Message
+from sft_play.runlog import RunDir
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import progress_bar
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,7 +12,7 @@ from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.export import ollama
-from sft_play.export.architecture import gguf_name
+from sft_play.export.architecture import gguf_family
 from sft_play.export.gguf_file import TYPES, Source, file_bytes, write
 from sft_play.export.vocabulary import beginning, vocabulary
 from sft_play.extras import install_command
@@ -21,7 +21,8 @@ from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
 from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights import finished_weights
 from sft_play.report.layout import ending
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import SHORT_NAMES, format_bytes
 
 EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it may be overwritten
@@ -48,7 +49,7 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
     require_overwritable(output, EXPORT_INFO, "export")
     finished_weights(config, run)
     architecture, tokenizer = load_model_config(config.model), load_chat_tokenizer(config)
-    gguf_name(architecture)  # reports what cannot be exported before anything is merged
+    gguf_family(architecture)  # reports what cannot be exported before anything is merged
     vocabulary(tokenizer, len(tokenizer))
     folder = run.model if config.tuning.mode == "full" else _merged(config, run)
     with quiet_libraries(run.log):

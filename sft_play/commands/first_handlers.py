@@ -7,8 +7,8 @@ from sft_play.commands.handlers import train
 from sft_play.errors import ConfigError, StorageError
 from sft_play.report.layout import ending, make_command
 from sft_play.resources import CONFIGS
-from sft_play.runlog import console
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
 
 DEMO = "configs/demo.yaml"
 

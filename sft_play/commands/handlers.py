@@ -23,7 +23,7 @@ from sft_play.commands.command_line import (
     switch,
 )
 from sft_play.machine import gpus
-from sft_play.runlog import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
@@ -94,7 +94,7 @@ def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
     from sft_play.cache import cache_dir
     from sft_play.commands import check
-    from sft_play.runlog import quiet_libraries
+    from sft_play.ui.console import quiet_libraries
 
     with quiet_libraries(cache_dir() / "check.log"):
         findings = check.check(args.config, args.overrides)
@@ -249,7 +249,7 @@ def evaluate(args: Arguments) -> int:
     """Compare base, adapter and merged model on held-out rows."""
     what = f"each model's loss on all rows of the {args.split} split, and its answers to some of them"
     run = finished_run(announce(args, what))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.evaluate import evaluate_run
         from sft_play.commands.report import try_report
     result = evaluate_run(loaded_config(args), run, args.split, args.limit)
@@ -270,7 +270,7 @@ def evaluate_tasks(args: Arguments) -> int:
     whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
     what = f"runs lm-eval on {whom[args.what]}: {', '.join(tasks)}"
     run = finished_run(announce(args, what))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
         from sft_play.commands.report import try_report
     options = Options(tasks, args.what, args.input, args.limit, args.shots, args.chat)
@@ -287,7 +287,7 @@ def infer(args: Arguments) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
     run = finished_run(announce(args, what))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.infer import chat, infer_batch
     config = loaded_config(args)
     if not args.input:
@@ -303,7 +303,7 @@ def infer(args: Arguments) -> int:
 def merge(args: Arguments) -> int:
     """Merge the adapter into the unquantized base model."""
     run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.merge import merge as merge_run
     result = merge_run(loaded_config(args), run, args.output, args.dtype)
     return end(args, result, then=["merge-test", "export"], run=run)
@@ -315,7 +315,7 @@ def merge_test(args: Arguments) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     what = "compares the logits of the merged model with those of the adapter model"
     run = finished_run(announce(args, what))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.merge import merge_test as test
     return end(args, test(loaded_config(args), run, args.output), "", then=["export"], run=run)
 
@@ -327,7 +327,7 @@ def merge_test(args: Arguments) -> int:
 def export(args: Arguments) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
     run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.export import export as export_run
     return end(args, export_run(loaded_config(args), run, args.output, args.dtype))
 
@@ -344,7 +344,7 @@ def push(args: Arguments) -> int:
     visible = "public" if args.public else "private"
     run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub: {visible}"))
     access_token(args.repo)  # reports mistakes before libraries are loaded
-    with importing(torch=True):
+    with importing():
         from sft_play.commands.push import push as push_run
     return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))
 

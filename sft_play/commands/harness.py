@@ -19,18 +19,19 @@ from sft_play.commands.models import BASE, MERGED, trained_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
 from sft_play.extras import install_command
-from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
-from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.report.record import planned_batch, tree_of
 from sft_play.report.tables import harness_table
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
+from sft_play.upstream.huggingface_hub import limit_network
 
 BOOTSTRAPS = 1000  # for standard errors that have no formula
 REASON_CHARACTERS = 300  # of a library's error

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
-from sft_play.data.formats import Conversation, convert
-from sft_play.data.messages import ROLES, Message
 from sft_play.data.reading import read_rows
-from sft_play.data.rows import Row
 from sft_play.data.sources import Source
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError, DataError, StorageError
@@ -29,9 +26,13 @@ from sft_play.model.generation import (
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
-from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.report.record import tree_of
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
+from sft_play.rows.json_files import Row
+from sft_play.rows.messages import ROLES, Message
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 
 if TYPE_CHECKING:
@@ -202,15 +203,6 @@ def _prompts_to_try(run: RunDir) -> list[str]:
 
 ANSWER_KEY, ROW_KEY = "generated", "row"  # keys that are added to each row of the output
 
-# Key that identifies a prompt -> the format of the row, and the key of its answer, which may be missing.
-PROMPTS = {
-    "messages": ("messages", None),
-    "conversations": ("sharegpt", None),
-    "instruction": ("alpaca", "output"),
-    "prompt": ("prompt_completion", "completion"),
-    "question": ("question_answer", "answer"),
-    "user": ("system_user_assistant", "assistant"),
-}
 PLACEHOLDER: Message = {"role": "assistant", "content": "?"}
 
 
@@ -238,14 +230,14 @@ def prompt_of(row: Row, system_prompt: str | None = None) -> Conversation:
         raise DataError(
             f"{row.where}: the row already has a key '{ANSWER_KEY}', which is used for answers; rename it"
         )
-    format_name, answer_key = PROMPTS[key]
+    answer_key = FORMATS[PROMPTS[key]].answer
     value = _without_last_answer(row.data[key])
     data = {**row.data, key: value}
     if answer_key is not None:
         data[answer_key] = [PLACEHOLDER] if isinstance(value, list) else PLACEHOLDER["content"]
     elif isinstance(value, list) and value:
         data[key] = [*value, PLACEHOLDER]
-    conversation = convert(Row(data, row.file, row.line), format_name, system_prompt)
+    conversation = convert(Row(data, row.file, row.line), PROMPTS[key], system_prompt)
     if isinstance(conversation, str):
         raise DataError(f"{row.where}: {conversation}")
     return Conversation(conversation.messages[:-1], tools=conversation.tools, source=row.where)

@@ -26,9 +26,10 @@ from sft_play.model.merged import merge_when_saved
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.card import write_card
 from sft_play.report.layout import ending
-from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import spinner
 from sft_play.units import SHORT_NAMES, counted, format_bytes
 
 if TYPE_CHECKING:

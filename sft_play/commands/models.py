@@ -9,8 +9,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.model.build import load_for_inference
 from sft_play.model.weights import release_memory
-from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
+from sft_play.ui.progress import LOADING, spinner
 
 Result = TypeVar("Result")
 

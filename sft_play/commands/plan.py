@@ -20,29 +20,21 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
-from sft_play.planning.advice import Change, Request, as_overrides, plan_or_advise
-from sft_play.planning.drafts import with_groups, with_offload
+from sft_play.planning.advice import Change, as_overrides, plan_or_advise
 from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
-from sft_play.planning.other_machines import (
-    COMMON_GPUS,
-    MODES,
-    gpu_hours,
-    plans_by_gpu,
-    scaling,
-    tokens_per_second,
-)
+from sft_play.planning.fewest import COUNTS, fewest_gpus
+from sft_play.planning.other_machines import COMMON_GPUS, MODES, gpu_hours, plans_by_gpu, scaling
+from sft_play.planning.request import Request
 from sft_play.planning.speed import ensure_profile
-from sft_play.reasons import AssumedRows, DrawnLengths, Reason
+from sft_play.reasons.evidence import AssumedRows, DrawnLengths
+from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.progress import PLANNING, progress_bar, spinner
-from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
-from sft_play.runlog import quiet_libraries
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.ui.console import quiet_libraries
+from sft_play.ui.progress import PLANNING, progress_bar, spinner
 from sft_play.units import counted
 
 
@@ -50,7 +42,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     """The plan as JSON and as a report.
 
     Raises:
-        ConfigError: neither a config nor a model is given, or as in `plan_run`.
+        ConfigError: neither a config nor a model is given, or as of `fastest_plan`.
         DoesNotFitError: nothing fits; the message has the commands that would.
     """
     drawn = drawn_rows(args.rows, args.tokens, args.lengths)
@@ -65,39 +57,36 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         if args.context:
             return context_answer(args, resolved, architecture, notes)
         facts, about_rows = _facts(args, resolved, architecture, drawn)
-        notes = [*map(sentence, about_rows), *notes]
+        notes = [*map(str, about_rows), *notes]
         if args.model and not args.gpu:
             if args.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
             tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
             return tree, gpus_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
-        processes = args.gpus or len(machine.gpus) or 1
+        request = Request(config, architecture, facts, machine, args.gpus or len(machine.gpus) or 1)
         if not args.gpu:
-            ensure_profile(config, machine, processes)
+            ensure_profile(config, machine, request.processes)
         with spinner(PLANNING):
             if args.gpu and not args.gpus:
-                grows = _batch_grows(args, resolved)
-                machine_of = partial(what_if, args.gpu)
-                processes = fewest_gpus(config, architecture, facts, machine_of, batch_grows=grows) or 1
-                config, machine = with_batch_for(config, facts, processes), what_if(args.gpu, processes)
-                if processes > 1:
-                    said = f"{processes} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
+                count = fewest_gpus(request, batch_grows=_batch_grows(args, resolved)) or 1
+                request = request.with_batch_for(count).on_gpus(count)
+                if count > 1:
+                    said = f"{count} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
                     notes = [said, *notes]
-            request = Request(config, architecture, facts, machine, processes)
-            chosen = plan_or_advise(request, partial(_again, args, processes))
+            chosen = plan_or_advise(request, partial(_again, args, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
-            scaled = with_groups(with_offload(config, chosen.offload), chosen.sequence_ranks)
-            scales = scaling(scaled, architecture, facts, machine, least=processes) if whole else []
+            scaled = request.with_offload(chosen.offload).in_groups_of(chosen.sequence_ranks)
+            scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
-    tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
+    tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
     tree["plan"]["cost"] = _cost(args.gpu_hour, tree["plan"]["gpu_hours"])
-    command = _command(args, resolved, config, chosen)
+    command = _command(args, resolved, request.config, chosen)
     report = plan_report(tree, scales)
     if not facts.seen:
-        notes = [sentence(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
+        notes = [str(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
     if chosen.memory and not args.why:
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report
@@ -109,7 +98,7 @@ def _facts(
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
     if drawn:
-        facts, longer = drawn_facts(drawn, config, architecture.ask(questions.position_limit))
+        facts, longer = drawn_facts(drawn, config, architecture.facts.position_limit)
         lengths = drawn.lengths
         found = DrawnLengths(
             rows=drawn.rows,
@@ -202,9 +191,10 @@ def _on_each_gpu(
     config = resolved.config
     modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
     grows = _batch_grows(args, resolved)
+    request = Request(config, architecture, facts, what_if(COMMON_GPUS[0]), 1)
     with progress_bar(PLANNING, len(COMMON_GPUS)) as planned:
         cards = []
-        for card in plans_by_gpu(config, architecture, facts, modes, gpus=args.gpus, batch_grows=grows):
+        for card in plans_by_gpu(request, modes, args.gpus, batch_grows=grows):
             cards.append(card)
             planned(1)
     return {

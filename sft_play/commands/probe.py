@@ -7,7 +7,7 @@ from sft_play.commands.train import launch_ranks, opened_job, with_flags
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.job import Job
-from sft_play.machine.process import ended_by_signals, importing_torch
+from sft_play.machine.process import ended_by_signals, importing_libraries
 from sft_play.runlog import read_json
 
 
@@ -33,7 +33,7 @@ def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | Non
 
 def probe_here(job: Job) -> dict[str, Any]:
     """Probes in this process; the main rank also writes the result into the run directory."""
-    with importing_torch():
+    with importing_libraries():
         from sft_play.train.run import settled_session
 
     session, probed = settled_session(job)

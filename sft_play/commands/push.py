@@ -8,14 +8,16 @@ from typing import Any
 from sft_play.commands.merge import merged_folder
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, first_line
-from sft_play.hub import access_token, is_network_error, limit_network
+from sft_play.hub import access_token
 from sft_play.manifest import CARD
 from sft_play.model.weights import finished_weights
 from sft_play.report.card import public_name, write_card
-from sft_play.report.progress import spinner
-from sft_play.runlog import RunDir, console, quiet_libraries
+from sft_play.runlog import RunDir
 from sft_play.secrets import find_secret
+from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes
+from sft_play.upstream.huggingface_hub import is_network_error, limit_network, without_xet
 
 ADAPTER_SETTINGS = "adapter_config.json"
 PUBLISHED = (
@@ -87,16 +89,16 @@ def _upload(
     repository: str, contents: dict[str, bytes | Path], token: str, *, public: bool, title: str
 ) -> tuple[str, bool]:
     """The address of the repository, and whether it is private."""
-    from huggingface_hub import CommitOperationAdd, HfApi, constants
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     limit_network()
-    constants.HF_HUB_DISABLE_XET = True  # uploads by hf_xet wait forever for a silent storage
     api = HfApi(token=token)
     try:
         private = _prepare(api, repository, public=public)
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        api.create_commit(repository, operations, commit_message=f"{title}, trained with SFT-Play")
+        with without_xet():
+            api.create_commit(repository, operations, commit_message=f"{title}, trained with SFT-Play")
     except HfHubHTTPError as error:
         raise ConfigError(f"REPO={repository}: {_refusal(error)}. Nothing was published") from error
     except ValueError as error:  # the client has the Hub check the metadata of the card

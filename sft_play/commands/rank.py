@@ -9,7 +9,8 @@ from sft_play.commands.train import close, closing_prompts, require_packages, tr
 from sft_play.config.load import load_config
 from sft_play.job import prepare_job
 from sft_play.launch.ranks import RankEnvironment
-from sft_play.runlog import hold_run, open_run, quiet_libraries
+from sft_play.runlog import hold_run, open_run
+from sft_play.ui.console import quiet_libraries
 
 
 def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_only: bool = False) -> None:

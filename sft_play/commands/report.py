@@ -9,8 +9,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.libraries import library_failure
 from sft_play.report.record import activity_of
-from sft_play.runlog import RunDir, console, read_json, update_summary, warn
+from sft_play.runlog import RunDir, read_json, update_summary
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console, warn
 
 if TYPE_CHECKING:
     from sft_play.report.record import RunRecord

@@ -5,12 +5,13 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect
 from sft_play.plan import Plan
-from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.facts import DataFacts, row_sizes
 from sft_play.planning.other_machines import scaling
-from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.planning.request import Request
+from sft_play.runlog import RunDir, read_json
 from sft_play.sizing.architecture import planning_architecture
+from sft_play.ui.console import warn
+from sft_play.ui.progress import PLANNING, spinner
 
 
 def add_scaling(run: RunDir) -> None:
@@ -25,8 +26,8 @@ def add_scaling(run: RunDir) -> None:
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
             facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
-            planned = with_groups(with_offload(config, plan.offload), plan.sequence_ranks)
-            rows = scaling(planned, architecture, facts, machine)
+            request = Request(config, architecture, facts, machine, plan.world_size)
+            rows = scaling(request.with_offload(plan.offload).in_groups_of(plan.sequence_ranks))
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - see above
         warn(f"no plans for other numbers of processes: {error}")

@@ -22,23 +22,15 @@ from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
-from sft_play.machine.process import ended_by_signals, importing_torch
-from sft_play.multinode import agree_on_plan, connected_machines
+from sft_play.machine.process import ended_by_signals, importing_libraries
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import (
-    RunDir,
-    console,
-    hold_run,
-    open_run,
-    quiet_libraries,
-    read_json,
-    update_summary,
-    warn,
-)
+from sft_play.runlog import RunDir, hold_run, open_run, read_json, update_summary
+from sft_play.train.multinode import agree_on_plan, connected_machines
+from sft_play.ui.console import console, quiet_libraries, warn
 
 MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
 
@@ -179,7 +171,7 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
 
 def train_alone(job: Job) -> dict[str, Any]:
     """Trains in this process, which is the only one."""
-    with importing_torch():
+    with importing_libraries():
         from sft_play.train.ranks import process_group
     with process_group(job):
         return train_here(job, closing_prompts(job))
@@ -196,7 +188,7 @@ def closing_prompts(job: Job) -> list[list[int]]:
 
 def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     """Trains in this process, which may answer prompts with others before and after."""
-    with importing_torch():
+    with importing_libraries():
         from sft_play.train.run import train
     return train(job, prompts)
 

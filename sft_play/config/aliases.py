@@ -1,7 +1,13 @@
 """What other tools call our settings: flags and keys of transformers, TRL, Axolotl and LLaMA-Factory.
 
-They are not accepted, since some mean something slightly different there; messages name ours instead.
+They are not accepted, since some mean something slightly different there; messages name ours instead. And
+what earlier versions had: the resolved config of a run lists all settings of the version that wrote it.
 """
+
+from sft_play.choices.engines import SEVERAL
+
+# Settings that are gone, with the value that does what is done today; any other value is refused.
+REMOVED = {"parallel.prefetch_layers": 1}
 
 # Where a value of theirs would mean nothing here, the entry has the value too.
 ALIASES = {
@@ -55,8 +61,7 @@ ALIASES = {
     "gradient_clipping": "train.max_grad_norm",
     "save_total_limit": "train.keep_checkpoints",
     "resume_from_checkpoint": "train.resume=auto",
-    "deepspeed": "parallel.engine=deepspeed_z2",
-    "fsdp": "parallel.engine=fsdp2",
+    **{alias: f"parallel.engine={row.name}" for row in SEVERAL.values() for alias in row.aliases},
     "per_device_eval_batch_size": "eval.batch_size",
     "output_dir": "output.dir",
     "run_name": "output.name",

@@ -1,5 +1,6 @@
 """Settings of different sections that exclude each other."""
 
+from sft_play.choices.engines import SEVERAL, WHOLE
 from sft_play.config.parallel import ParallelConfig
 from sft_play.config.train import TrainConfig
 
@@ -20,7 +21,7 @@ def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: Pa
         return (
             f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
             "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
-            "or with parallel.engine=ddp; change it, or set train.compile=false"
+            f"or with parallel.engine={WHOLE.name}; change it, or set train.compile=false"
         )
     return None
 
@@ -33,7 +34,8 @@ def _not_compiled(mode: str, use_dora: bool, train: TrainConfig, parallel: Paral
         f"train.kernels={train.kernels}": train.layer_kernels != "own",
         "train.activations=offload": train.activations == "offload",
         f"train.mlp_tiles={train.mlp_tiles}": train.mlp_tiles not in ("auto", 1),
-        f"parallel.engine={parallel.engine}": parallel.engine not in ("auto", "ddp"),
+        f"parallel.engine={parallel.engine}": parallel.engine != "auto"
+        and not SEVERAL[parallel.engine].compiles_layers,
         f"parallel.offload={parallel.offload}": parallel.offload == "ram",
         f"parallel.sequence_parallel_size={parallel.sequence_ranks}": parallel.sequence_ranks > 1,
     }
@@ -41,17 +43,17 @@ def _not_compiled(mode: str, use_dora: bool, train: TrainConfig, parallel: Paral
 
 
 def not_gathered(parallel: ParallelConfig) -> str | None:
-    """A setting of how FSDP2 gathers weights, with another engine; None if there is none."""
-    settings = {
-        f"parallel.{name}={str(value).lower()}": value != "auto"
-        for name in ("reshard_after_forward", "defer_exchange")
-        for value in [getattr(parallel, name)]
-    } | {
-        f"parallel.prefetch_layers={parallel.prefetch_layers}": parallel.prefetch_layers > 1,
-    }
-    if parallel.engine in ("auto", "fsdp2"):
-        return None
-    return next((setting for setting, is_set in settings.items() if is_set), None)
+    """A setting of how weights are gathered that the engine does not have; None if there is none."""
+    able_by = {"reshard_after_forward": "can_keep_gathered", "defer_exchange": "can_defer"}
+    for name, trait in able_by.items():
+        able = [row.name for row in SEVERAL.values() if getattr(row, trait)]
+        if getattr(parallel, name) != "auto" and parallel.engine not in ("auto", *able):
+            return (
+                f"parallel.{name}={str(getattr(parallel, name)).lower()} does not work with "
+                f"parallel.engine={parallel.engine}, only with {' or '.join([*able, 'auto'])}; leave it out, "
+                f"or set parallel.engine={able[0]}"
+            )
+    return None
 
 
 def needs_whole_rows(train: TrainConfig) -> str | None:

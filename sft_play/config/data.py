@@ -6,11 +6,9 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.section import Section
 from sft_play.config.values import NUMBER, Auto, AutoOrWorkers, Count, Fraction, PathText
+from sft_play.rows.formats import FORMATS
 
-RowFormat = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
-    "preference", "text",
-]  # fmt: skip
+RowFormat = Literal["auto", *FORMATS]  # type: ignore[valid-type]  # mypy wants the names here
 Streaming = bool | Auto
 # What keys of a format are called in the data, e.g. {prompt: input_text, completion: target_text}
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]

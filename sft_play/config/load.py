@@ -12,7 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sft_play.config.aliases import ALIASES
+from sft_play.config.aliases import ALIASES, REMOVED
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.resources import located, shipped_configs
@@ -158,7 +158,16 @@ def _read_file(path: Path) -> dict:
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections (model:, data:, ...), found {kind_of(tree)}")
+    _leave_out_removed(tree)
     return tree
+
+
+def _leave_out_removed(tree: dict) -> None:
+    for name, value in REMOVED.items():
+        section, key = name.split(".")
+        found = tree.get(section)
+        if isinstance(found, dict) and found.get(key) == value:
+            del found[key]
 
 
 def _leaves(tree: dict, above: tuple = ()) -> dict[str, Any]:
@@ -281,6 +290,8 @@ def _nearest(key: str, section: tuple) -> str:
     allowed = _keys_of(section)
     if key in ALIASES and all(isinstance(part, str) for part in section):
         return f"unknown key; did you mean {ALIASES[key]}?"
+    if _dotted((*section, key)) in REMOVED:
+        return "no longer a setting; leave it out"
     close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.51)
     if close:
         return f"unknown key; did you mean {_dotted((*section, close[0]))}?"

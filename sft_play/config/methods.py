@@ -1,8 +1,6 @@
 """Names of training methods, and which of them exclude each other; no torch here."""
 
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}  # tuning.mode -> its label
-SCHEDULE_FREE = "schedule_free_adamw"
-PAGED = "paged_"  # how the names of optimizers begin whose states may leave the GPU
 
 
 def lighter_modes(mode: str, init: str) -> list[str]:

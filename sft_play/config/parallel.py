@@ -4,16 +4,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from sft_play.choices.engines import SEVERAL, asked_for
 from sft_play.config.section import Section
-from sft_play.config.values import NUMBER, Auto, AutoOrAmount, AutoOrCount, Count, PathText
+from sft_play.config.values import Auto, AutoOrAmount, AutoOrCount, Count, PathText
 
 
 class ParallelConfig(Section):
     """How processes work together; their number is set at launch (NGPU=)."""
 
-    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"] = "auto"
-    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster.
-    deepspeed_z3 is never chosen, only asked for."""
+    engine: Literal["auto", *SEVERAL] = Field(  # type: ignore[valid-type]
+        default="auto", description=asked_for()
+    )
     offload: Literal["auto", "none", "ram"] = "auto"
     """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
     CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
@@ -25,10 +26,6 @@ class ParallelConfig(Section):
     """With FSDP2, true leaves gradients whole until the last micro-batch of a step and reduces them once;
     false, and offload=ram, reduce those of each. auto: true if that fits and is predicted to be faster. Sums
     are rounded otherwise, so a resumed run goes on as it began."""
-    prefetch_layers: Annotated[int, Field(ge=1, le=8), NUMBER] = 1
-    """How many layers ahead FSDP2 gathers weights, in both passes. PyTorch's own way is 1. Each more takes
-    memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,
-    so no plan chooses it."""
     nvme_path: Annotated[PathText, Field(min_length=1)] | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for weights:
     not in RAM, but in files that each step reads and writes."""

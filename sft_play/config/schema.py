@@ -1,12 +1,14 @@
 """All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
-from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
+from sft_play.config.methods import initialization_problem
 from sft_play.config.parallel import ParallelConfig
 from sft_play.config.section import Section
 from sft_play.config.train import TrainConfig
@@ -179,6 +181,15 @@ class RunConfig(Section):
         self.require_compatible()
         return self
 
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """A copy with other settings, by their dotted names; `require_compatible` checks it."""
+        config = self
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            part = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: part})
+        return config
+
     def require_compatible(self) -> None:
         """Checks the methods of a run against each other; for a copy with another mode or engine.
 
@@ -188,7 +199,7 @@ class RunConfig(Section):
         lora, optimizer = self.tuning.lora, self.train.optimizer
         if problem := initialization_problem(self.tuning.mode, lora.init, lora.use_dora):
             raise ValueError(problem)
-        if optimizer == SCHEDULE_FREE and self.train.lr_schedule != "constant":
+        if OPTIMIZERS[optimizer].averages and self.train.lr_schedule != "constant":
             raise ValueError(
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
@@ -196,11 +207,8 @@ class RunConfig(Section):
         problem = compiler_problem(self.tuning.mode, lora.use_dora, self.train, self.parallel)
         if problem:
             raise ValueError(problem)
-        if setting := not_gathered(self.parallel):
-            raise ValueError(
-                f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "
-                "auto; leave it out, or set parallel.engine=fsdp2"
-            )
+        if problem := not_gathered(self.parallel):
+            raise ValueError(problem)
         if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self.train)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "

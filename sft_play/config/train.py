@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.section import Section
 from sft_play.config.values import (
     NUMBER,
@@ -61,14 +62,9 @@ class TrainConfig(Section):
     rows of 4,096 tokens and more, if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
-    optimizer: Literal[
-        "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor",
-        "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "schedule_free_adamw",
-    ] = "adamw"  # fmt: skip
-    """adamw: AdamW (fused if the device supports it). Those with _8bit or _32bit are from bitsandbytes; a
-    paged_ one moves its states to RAM while the GPU is full. lion: one state instead of two; needs a lower
-    learning rate. adafactor: for each matrix, a row and a column instead of two states. schedule_free_adamw
-    (arXiv 2405.15682): averages the weights instead of lowering the rate."""
+    optimizer: Literal[tuple(OPTIMIZERS)] = Field(  # type: ignore[valid-type]
+        default=DEFAULT, description=" ".join(each.says for each in OPTIMIZERS.values() if each.says)
+    )
     kernels: Literal["auto", "own", "liger"] = "auto"
     """What computes norms, rotary embeddings and gated layers. own: passes of this project. liger: the Triton
     kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""

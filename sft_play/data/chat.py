@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sft_play.data.control_tokens import MARKS, ControlTokens, control_tokens, without_marks
-from sft_play.data.formats import Conversation
 from sft_play.data.limits import require_length, within_limits
-from sft_play.data.messages import Message
 from sft_play.data.spans import Pieces, Span
 from sft_play.data.template import cannot_render, flatten_globals, render, render_example, render_together
 from sft_play.errors import ConfigError, DataError
+from sft_play.rows.formats import Conversation
+from sft_play.rows.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

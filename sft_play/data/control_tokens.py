@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.formats import Conversation
 from sft_play.data.spans import Span
 from sft_play.errors import DataError
+from sft_play.rows.formats import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

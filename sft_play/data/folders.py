@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sft_play.data.strict_json import parse
 from sft_play.errors import DataError
+from sft_play.rows.strict_json import parse
 from sft_play.units import counted, listed
 
 # Suffix -> the kind of the file

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.data import Streaming
 from sft_play.errors import DataError, first_line
-from sft_play.hub import limit_network
-from sft_play.runlog import console
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
+from sft_play.upstream.huggingface_hub import limit_network
 
 if TYPE_CHECKING:
     import datasets

@@ -21,7 +21,6 @@ from sft_play.data import store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.folders import TEXT_SUFFIXES
-from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import read_rows
@@ -49,16 +48,18 @@ from sft_play.data.workers import (
     worker_count,
 )
 from sft_play.errors import ConfigError, DataError
-from sft_play.fingerprints import installed_versions, sources_digest
+from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.manifest import read_manifest
-from sft_play.report.progress import progress_bar
+from sft_play.rows.formats import Conversation, convert, with_format
 from sft_play.runlog import RunDir, read_json
+from sft_play.ui.progress import progress_bar
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-SOURCES, PACKAGES = Path(__file__).parent, ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+SOURCES = PACKAGE / "data", PACKAGE / "rows"
+PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _cache_key(
     )  # fmt: skip
     return store.content_key(
         {
-            "code": [sources_digest(SOURCES), installed_versions(PACKAGES)],
+            "code": [sources_digest(*SOURCES), installed_versions(PACKAGES)],
             "files": files,
             "sources": [given.path for given in inputs] if data.sources else None,
             "tokenizer": store.tokenizer_digest(tokenizer),

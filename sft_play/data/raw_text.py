@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from sft_play.data.formats import Conversation
 from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
 from sft_play.data.tokens import IGNORED
+from sft_play.rows.formats import Conversation
 
 
 def in_sections(document: Conversation) -> list[Conversation]:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from sft_play.data.folders import TEXT_SUFFIXES
-from sft_play.data.rows import OPTIONAL, Row, decoding, read_json, read_jsonl
 from sft_play.data.sources import Source
-from sft_play.data.tables import as_json, read_arrow, read_csv, read_parquet
 from sft_play.errors import DataError
+from sft_play.rows.formats import OPTIONAL
+from sft_play.rows.json_files import Row, decoding, read_json, read_jsonl
+from sft_play.rows.tables import as_json, read_arrow, read_csv, read_parquet
 
 BLOCK_CHARACTERS = 1 << 20
 SECTION_CHARACTERS = 1 << 15  # of long text: neither reading nor tokenizing needs memory for all of it

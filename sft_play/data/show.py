@@ -17,7 +17,6 @@ from rich.text import Text
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import Chat, make_chat, render_rows, with_control_tokens
-from sft_play.data.formats import Conversation, convert, detect_format, with_format
 from sft_play.data.inventory import input_lines, remark_lines
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import read_rows
@@ -28,8 +27,9 @@ from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.layout import columns
-from sft_play.runlog import console
-from sft_play.screen import Words
+from sft_play.rows.formats import Conversation, convert, detect_format, with_format
+from sft_play.ui.console import console
+from sft_play.ui.screen import Words
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,8 +22,8 @@ from sft_play.data.folders import (
     read_folder,
 )
 from sft_play.data.hub_rows import HubRows, load_hub_rows
-from sft_play.data.tables import open_parquet
 from sft_play.errors import DataError
+from sft_play.rows.tables import open_parquet
 from sft_play.units import listed
 
 HUB_NAME = re.compile(

@@ -17,7 +17,7 @@ from sft_play.data.tokens import IGNORED
 from sft_play.errors import StorageError
 from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest
-from sft_play.runlog import console, warn
+from sft_play.ui.console import console, warn
 
 if TYPE_CHECKING:
     import datasets

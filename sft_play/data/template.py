@@ -22,10 +22,10 @@ from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from sft_play.data import limits
-from sft_play.data.formats import Conversation
 from sft_play.data.limits import TemplateOverrun, require_length, within_limits
-from sft_play.data.messages import Message, alternating
 from sft_play.errors import ConfigError, DataError
+from sft_play.rows.formats import Conversation
+from sft_play.rows.messages import Message, alternating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

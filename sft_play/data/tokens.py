@@ -21,10 +21,10 @@ from sft_play.data.chat import (
     render_rows,
 )
 from sft_play.data.control_tokens import without_marks
-from sft_play.data.formats import Conversation
 from sft_play.data.limits import limited_renderings
 from sft_play.data.spans import Found, find_tokens
 from sft_play.data.template import render
+from sft_play.rows.formats import Conversation
 
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text

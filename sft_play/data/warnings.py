@@ -9,11 +9,11 @@ import numpy as np
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import HIDDEN_REASONING, UNSTOPPED
 from sft_play.data.control_tokens import IN_TEXTS
-from sft_play.data.rows import AS_NULL
 from sft_play.data.splits import Chosen, Part
-from sft_play.data.tables import NUMBERED
 from sft_play.data.workers import WITH_NULLS, WITH_PLACEHOLDER, is_too_long
 from sft_play.errors import ConfigError
+from sft_play.rows.json_files import AS_NULL
+from sft_play.rows.tables import NUMBERED
 from sft_play.units import counted
 
 FEW_ROWS = 32

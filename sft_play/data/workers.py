@@ -19,15 +19,15 @@ import pyarrow as pa
 from sft_play.data import store
 from sft_play.data.chat import Chat
 from sft_play.data.control_tokens import IN_TEXTS
-from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import in_sections
-from sft_play.data.rows import Row
 from sft_play.data.splitting import split_rows
 from sft_play.data.tokens import IGNORED, Tokens, encode, tokenize_text
-from sft_play.data.unused import has_null_parts, has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
+from sft_play.rows.formats import FORMATS, Conversation, convert
+from sft_play.rows.json_files import Row
+from sft_play.rows.unused import has_null_parts, has_placeholder, unused_keys
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # that are encoded together: at most, and until there are so many
 MAX_WORKERS = 8
@@ -116,9 +116,10 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
             counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
             _look_for_control_tokens(task, converted, counts)
             conversations += in_sections(converted) if task.block else [converted]
-    read = FORMATS[task.format][:2]
-    counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, read[0]) for row in rows)
-    counts.unused.update(key for row in rows for key in unused_keys(row.data, *read))
+    known = FORMATS[task.format]
+    counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, known.keys) for row in rows)
+    unused = (unused_keys(row.data, known.keys, known.others) for row in rows)
+    counts.unused.update(itertools.chain.from_iterable(unused))
     encoded_rows = (
         [[tokenize_text(task.chat, section)] for section in conversations]
         if task.block

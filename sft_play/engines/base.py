@@ -1,7 +1,8 @@
 """What an engine is: how the processes of a run share the work, as one object that everything asks.
 
-An engine has no state. Methods that need torch import it when they are called, so that planning and launching
-stay light. The defaults are those of a single process; `registry.py` lists all engines.
+An engine is its traits (`choices/engines.py`) and what it does, without any state. Methods that need torch
+import it when they are called, so that planning and launching stay light. The defaults are those of a single
+process.
 """
 
 import re
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.choices.engines import WHOLE, Traits
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.timeline import Step
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 
 NOTHING_CAST: Mapping[str, Any] = {}
+FILE_OF_RANK = re.compile(r"(?:rng_state_|optimizer_shard_|zero_pp_rank_)(\d+)")  # that each process writes
 
 
 @dataclass(frozen=True)
@@ -52,57 +56,20 @@ class Division:
     update_bytes: Callable[[int], int] = lambda elements: 0
 
 
-class Engine:
+class Engine(Traits):
     """How processes share the work; these are the answers of a single process."""
-
-    name = "none"  # in plans and, unless it is a single process, in `parallel.engine`
-    label = "one process"
-    target = "train"  # of make, which trains with it
-    mark = ""  # in a table of plans, beside the number of processes
-    principle = ""  # what it does to the memory of a process, for a sentence of the plan
-    distributed_type = distributed_type_alone = "NO"  # of accelerate, also if it offloads in one process
-    packages: tuple[str, ...] = ()  # that it needs besides those of every run
-    distributes = False  # over several processes
-    trades_speed = False  # for memory, more than the clock knows of: chosen only where no other engine fits
-    casts_model = False  # to 16 bits, adapters too, instead of autocasting
-    keeps_gradients = False  # in buffers that are never freed
-    shards_state = False  # each process saves its part of the optimizer's state
-    shards_weights = False  # each process holds its part of the model
-    offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
-    weights_on_disk = False  # with `parallel.nvme_path`, too
-    replicates = False  # each machine may divide a whole model among its processes
-    for_the_asking = False  # `parallel.engine=auto` leaves it out
-    answers_together = False  # the processes that trained also generate
-    regathers = False  # also what belongs to no layer, for the backward pass
-    wraps_shards = False  # accelerate wraps a model that is divided already
-    joins_trained = False  # to one vector, so that all that is trained must have one type
-    can_defer = False  # gradients of divided weights may stay whole until the last micro-batch of a step
-    can_keep_gathered = False  # weights may stay so from the forward to the backward pass
-    loads_own_state = True  # the trainer's library does, if it was saved by as many processes
-    file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
-
-    @property
-    def makes_gradients_early(self) -> bool:
-        """Whether a first micro-batch finds gradients: in buffers, where each process has all of them."""
-        return self.distributes and not self.shards_weights
-
-    @property
-    def compiles_layers(self) -> bool:
-        """Whether `train.compile` was measured with it: each process has whole weights and states."""
-        return not (self.shards_weights or self.shards_state)
 
     def problem(self, config: RunConfig) -> str | None:
         """Why a run cannot use it; None if it can."""
-        return None
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        """The name of the shipped accelerate config, in configs/accelerate, without its ending.
-
-        Args:
-            device: "cuda" or "cpu".
-            nodes: number of machines.
-        """
-        return "single_gpu"
+        optimizer = config.train.optimizer
+        if self.states is None or self.states in OPTIMIZERS[optimizer].divided:
+            return None
+        able = [row.name for row in OPTIMIZERS.values() if self.states in row.divided]
+        return (
+            f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which supports "
+            f"{' and '.join(able)}; use {'it' if len(able) == 1 else 'one of them'}, or "
+            f"parallel.engine={WHOLE.name}"
+        )
 
     def launch_flags(self) -> Mapping[str, Any]:
         """Further flags of `accelerate launch`."""
@@ -118,13 +85,6 @@ class Engine:
             say: prints a line.
         """
         return nullcontext()
-
-    def require_agreement(self, config: RunConfig, plan: Plan) -> None:
-        """Checks, before anything is launched, that the engine's own config file agrees with the plan.
-
-        Raises:
-            ConfigError: it does not; lists every field.
-        """
 
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
@@ -310,4 +270,4 @@ class Engine:
 
     def update_share(self, world_size: int) -> float:
         """The share of the trained elements that a process updates."""
-        return 1.0
+        return 1 / world_size if self.shards_state else 1.0

@@ -15,15 +15,6 @@ BUCKETS = 16  # per backward pass
 class Ddp(Engine):
     """PyTorch's DistributedDataParallel."""
 
-    name, label, target = "ddp", "DDP", "train-distributed"
-    principle = "each process holds the whole model, so more processes do not lower the peak"
-    distributed_type = "MULTI_GPU"
-    distributes = keeps_gradients = True
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        """One for several machines, one for GPUs and one for the CPU."""
-        return with_place("ddp", device, nodes)
-
     def transform(self, step: Step, division: Division) -> Step:
         """Adds the buffers of the weights' broadcast and, while they are there, second copies of gradients.
 
@@ -53,10 +44,3 @@ def bucket_mib(gradient_bytes: int) -> int:
     the gradients. Below 1 MiB latency dominates, above 100 MiB nothing is gained.
     """
     return min(100, max(1, gradient_bytes // BUCKETS // MIB))
-
-
-def with_place(name: str, device: str, nodes: int) -> str:
-    """The name of the accelerate config for several machines, GPUs of one machine, or the CPU."""
-    if nodes > 1:
-        return f"{name}_multi_node"
-    return f"{name}_cpu" if device == "cpu" else name

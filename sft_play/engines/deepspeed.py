@@ -1,9 +1,7 @@
-"""DeepSpeed's JSON config, checked against the plan, and the locks of its compiled extensions."""
+"""DeepSpeed's config, and the locks of its compiled extensions."""
 
 import contextlib
-import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,151 +10,57 @@ from typing import Any
 
 import psutil
 
-from sft_play.errors import ConfigError
-from sft_play.plan import Plan
 from sft_play.resources import CONFIGS
 
-UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")  # settings of stage 3
 AUTO = "auto"  # the trainer fills it in from its own arguments
+BUCKET = 50_000_000  # elements
+EVERY_STAGE = {"contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": BUCKET}
+OF_STAGE: dict[int, dict[str, Any]] = {
+    2: {"allgather_partitions": True, "allgather_bucket_size": BUCKET},
+    3: {
+        "sub_group_size": 10**9,
+        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 0,
+    },
+}
 BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
 BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
 
 
 def config_file(stage: int) -> Path:
-    """The shipped DeepSpeed config of a stage of ZeRO."""
+    """The shipped file of a stage of ZeRO, for `accelerate launch`: a copy of its `configuration`."""
     return CONFIGS / f"deepspeed_z{stage}.json"
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads the JSON file.
-
-    Raises:
-        ConfigError: it does not exist, or is not a JSON object.
-    """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"DeepSpeed config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"DeepSpeed config {path} is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"DeepSpeed config {path}: expected a JSON object; see {config_file(2)} for an example"
-        )
-    return tree
-
-
-def check_config(
-    tree: dict[str, Any], plan: Plan, stage: int, *, max_grad_norm: float, source: str = "DeepSpeed config"
-) -> None:
-    """Compares the file with the plan.
-
-    Args:
-        tree: the parsed file.
-        plan: the plan of the run.
-        stage: of ZeRO.
-        max_grad_norm: train.max_grad_norm of the run.
-        source: name of the file for messages.
-
-    Raises:
-        ConfigError: lists every field that contradicts the plan, or that DeepSpeed would misread.
-    """
-    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, stage, max_grad_norm)]
-    problems += _unsupported(tree, stage)
-    if problems:
-        raise ConfigError("\n  ".join([f"{source} does not match the run:", *problems]))
-
-
-def checked_config(
-    path: Path, plan: Plan, stage: int, *, max_grad_norm: float, trainable_parameters: int | None = None
-) -> dict[str, Any]:
-    """The checked file, ready for the trainer, with buckets no larger than the number of trained parameters.
+def configuration(stage: int, trained_parameters: int | None = None) -> dict[str, Any]:
+    """DeepSpeed's config for the trainer, with buckets no larger than the number of trained parameters.
 
     With LoRA that matters: a bucket is allocated in full, so DeepSpeed's default of 5e8 elements wastes 1 to
     2 GB. If one bucket holds all gradients, communication starts when the backward pass ends, and overlapping
     would only cost a second bucket.
 
     Args:
-        path: the file.
-        plan: the plan of the run.
         stage: of ZeRO.
-        max_grad_norm: train.max_grad_norm of the run.
-        trainable_parameters: number of trained parameters; None leaves the buckets as they are.
-
-    Raises:
-        ConfigError: the file cannot be read, or contradicts the plan.
+        trained_parameters: None leaves the buckets as they are.
     """
-    tree = read_config(path)
-    check_config(tree, plan, stage, max_grad_norm=max_grad_norm, source=str(path))
-    zero = dict(tree["zero_optimization"])
-    if trainable_parameters:
-        for name in ("reduce_bucket_size", "allgather_bucket_size"):
-            if isinstance(zero.get(name), int):
-                zero[name] = min(zero[name], trainable_parameters)
-        zero["overlap_comm"] = (
-            bool(zero.get("overlap_comm")) and zero.get("reduce_bucket_size", 0) < trainable_parameters
-        )
-    return {**tree, "zero_optimization": zero}
-
-
-def _quoted_numbers(value: Any, name: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _quoted_numbers(item, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _quoted_numbers(item, f"{name}[{index}]")
-    elif isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?\s*", value):
-        yield f'{name}: "{value}" is a string; write the number without quotes: {value.strip()}'
-
-
-def _contradictions(tree: dict[str, Any], plan: Plan, stage: int, max_grad_norm: float) -> Iterator[str]:
-    expected = {
-        "train_micro_batch_size_per_gpu": (
-            1,
-            "DeepSpeed is handed one micro-batch at a time, its rows joined",
-        ),
-        "gradient_accumulation_steps": (plan.gradient_accumulation_steps, "the plan's accumulation steps"),
-        "train_batch_size": (
-            plan.gradient_accumulation_steps * plan.world_size,
-            f"1 x {plan.gradient_accumulation_steps} x {plan.world_size} processes",
-        ),
-        "gradient_clipping": (max_grad_norm, "train.max_grad_norm"),
-        "bf16.enabled": (plan.mixed_precision == "bf16", f"mixed precision is {plan.mixed_precision}"),
-        "fp16.enabled": (plan.mixed_precision == "fp16", f"mixed precision is {plan.mixed_precision}"),
-        "zero_optimization.stage": (stage, f"the engine {plan.engine} is ZeRO stage {stage}"),
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, **EVERY_STAGE, **OF_STAGE[stage]}
+    if trained_parameters:
+        zero["overlap_comm"] = zero["reduce_bucket_size"] < trained_parameters
+        for name in {"reduce_bucket_size", "allgather_bucket_size"} & zero.keys():
+            zero[name] = min(zero[name], trained_parameters)
+    return {
+        "zero_optimization": zero,
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "bf16": {"enabled": AUTO} | ({"check_grad_overflow": True} if stage == 2 else {}),
+        "fp16": {"enabled": AUTO},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
     }
-    for name, (value, reason) in expected.items():
-        found = _at(tree, name)
-        if found not in (AUTO, None, value) and not _is_quoted_number(found):
-            yield f'{name} is {found}, but must be {value} ({reason}) or "{AUTO}"'
-    if _at(tree, "zero_optimization.stage") is None:
-        yield f"zero_optimization.stage is missing; it must be {stage}"
-
-
-def _is_quoted_number(value: Any) -> bool:
-    return isinstance(value, str) and any(_quoted_numbers(value, ""))
-
-
-def _unsupported(tree: dict[str, Any], stage: int) -> Iterator[str]:
-    for section, key in (("optimizer", "train.optimizer"), ("scheduler", "train.lr_schedule")):
-        if section in tree:
-            yield f"{section}: remove this section and set {key} in the run's config instead"
-    for name in ("offload_optimizer", "offload_param"):
-        path = _at(tree, f"zero_optimization.{name}.nvme_path")
-        if isinstance(path, str) and not Path(path).is_dir():
-            yield f"zero_optimization.{name}.nvme_path: {path} is not a folder"
-        elif stage == 3 and _at(tree, f"zero_optimization.{name}") is not None:
-            yield f"zero_optimization.{name}: remove it; parallel.offload=ram does that"
-    for name in UNPLANNED if stage == 3 else ():
-        if _at(tree, f"zero_optimization.{name}") is not None:
-            yield f"zero_optimization.{name}: remove it; no plan knows what it does to memory"
-
-
-def _at(tree: Any, dotted: str) -> Any:
-    for key in dotted.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def extensions_folder() -> Path:

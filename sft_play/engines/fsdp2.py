@@ -6,7 +6,6 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
-from sft_play.engines.ddp import with_place
 from sft_play.engines.sharded import Sharded
 from sft_play.plan import Plan
 from sft_play.timeline import Step
@@ -25,26 +24,6 @@ def gathered_dtype(mode: str, dtype: str, mixed_precision: str) -> str | None:
 class Fsdp2(Sharded):
     """PyTorch's fully sharded data parallelism, by `fully_shard`."""
 
-    name, label, target, mark = "fsdp2", "FSDP2", "train-fsdp", "f"
-    principle = "divides weights, gradients and optimizer states among the processes"
-    distributed_type = "MULTI_GPU"
-    answers_together = replicates = can_defer = can_keep_gathered = True
-    offloads = ("ram",)
-
-    def problem(self, config: RunConfig) -> str | None:
-        """The optimizer cannot update a part of a tensor."""
-        optimizer = config.train.optimizer
-        if optimizer == "adamw":
-            return None
-        return (
-            f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which divides each "
-            "weight among the processes; use train.optimizer=adamw, or parallel.engine=ddp"
-        )
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        """That of DDP: the model is divided before accelerate sees it."""
-        return with_place("ddp", device, nodes)
-
     def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Each process keeps its part of each parameter."""
         from sft_play.engines.shards import shard
@@ -60,7 +39,6 @@ class Fsdp2(Sharded):
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
             reshard_after_forward=plan.reshard_after_forward,
-            prefetch_layers=plan.prefetch_layers,
         )
 
     def transform(self, step: Step, division: Division) -> Step:

@@ -1,14 +1,19 @@
 """All engines, the preferred one first."""
 
+from importlib import import_module
+
+from sft_play.choices.engines import TRAITS, Traits
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
-from sft_play.engines.ddp import Ddp
-from sft_play.engines.fsdp2 import Fsdp2
-from sft_play.engines.zero2 import Zero2
-from sft_play.engines.zero3 import Zero3
 
-ALONE = Engine()
-ENGINES: list[Engine] = [ALONE, Ddp(), Zero2(), Fsdp2(), Zero3()]
+
+def _engine(row: Traits) -> Engine:
+    module, _, name = row.code.partition(":")
+    return getattr(import_module(f"sft_play.engines.{module}"), name)(**vars(row))
+
+
+ENGINES = [_engine(row) for row in TRAITS.values()]
+ALONE = next(engine for engine in ENGINES if not engine.distributes)
 
 
 def engine_of(name: str) -> Engine:
@@ -34,7 +39,7 @@ def distributed_engines() -> list[Engine]:
 
 def chosen_engines() -> list[Engine]:
     """Those of them that a plan chooses by itself, the preferred one first."""
-    return [engine for engine in distributed_engines() if not engine.for_the_asking]
+    return [engine for engine in distributed_engines() if engine.automatic]
 
 
 def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> list[tuple[Engine, str]]:

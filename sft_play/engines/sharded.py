@@ -1,27 +1,20 @@
 """What the engines that divide weights have in common: FSDP2 and ZeRO-3."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sft_play.engines.base import NOTHING_CAST, Engine, Message
+from sft_play.engines.base import FILE_OF_RANK, NOTHING_CAST, Engine, Message
 from sft_play.plan import Plan
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
-SHARD = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")  # files that each process writes
-
 
 class Sharded(Engine):
     """An engine of which each process holds a part of each weight."""
-
-    distributes = trades_speed = shards_state = shards_weights = True
-    loads_own_state = False
-    file_of_rank = SHARD
 
     def torch_half(self) -> ModuleType:
         """A module with `save_parts`, `set_parts`, `set_weight` and `gathered` for its parts."""
@@ -30,7 +23,7 @@ class Sharded(Engine):
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it, in the order of ranks."""
         files = checkpoint.glob("optimizer_shard_*.safetensors")
-        return sorted(files, key=lambda path: int(SHARD.search(path.name)[1]))  # type: ignore[index]
+        return sorted(files, key=lambda path: int(FILE_OF_RANK.search(path.name)[1]))  # type: ignore[index]
 
     def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
         """Each process writes its part."""
@@ -63,10 +56,6 @@ class Sharded(Engine):
         from sft_play.engines.whole import whole_weights
 
         return whole_weights(model, self.torch_half().gathered, types)
-
-    def update_share(self, world_size: int) -> float:
-        """A process updates its part."""
-        return 1 / world_size
 
     def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """Those of gathering a model unit by unit, as in the trace of a step's last micro-batch.

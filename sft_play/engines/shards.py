@@ -40,7 +40,6 @@ def shard(
     defers_exchange: bool = False,
     regathers: bool = False,
     reshard_after_forward: bool = True,
-    prefetch_layers: int = 1,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
@@ -56,7 +55,6 @@ def shard(
         defers_exchange: whether gradients stay whole until the last micro-batch of a step.
         regathers: free the last unit after the forward pass, too, as ZeRO-3 does.
         reshard_after_forward: free the others; else all stay gathered until the backward pass is over.
-        prefetch_layers: how many units ahead to gather, in both passes.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
@@ -82,23 +80,11 @@ def shard(
     units[-1].no_sync = partial(_without_exchange, units[-1], defers_exchange)  # type: ignore[assignment]
     if regathers:
         units[-1].set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
-    if prefetch_layers > 1:  # 1 is what torch does
-        _prefetch(units, prefetch_layers)
     # an adapter around a model generates without the forward pass that would gather the last unit
     register_fsdp_forward_method(units[-1], "generate")
     # what stays gathered waits for a backward pass, which an evaluation does not have
     for unit in units[-1:] if reshard_after_forward else units:
         unit.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
-
-
-def _prefetch(units: Sequence[Any], ahead: int) -> None:
-    """Lets each unit have so many others gathered when it runs; the whole model runs first and last."""
-    *inner, whole = units
-    order = sorted(inner, key=lambda unit: not isinstance(unit, torch.nn.Embedding))
-    for place, unit in enumerate((whole, *order)):
-        unit.set_modules_to_forward_prefetch(order[place : place + ahead])
-    for place, unit in enumerate((*order, whole)):
-        unit.set_modules_to_backward_prefetch(order[max(0, place - ahead) : place][::-1])
 
 
 @contextmanager

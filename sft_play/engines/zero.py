@@ -7,7 +7,6 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
-from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 
 # What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
@@ -17,28 +16,7 @@ LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
 class Zero(Engine):
     """DeepSpeed's ZeRO."""
 
-    stage = 0
-    # The weights of a process are joined to one vector. These update each element on its own.
-    optimizers: tuple[str, ...] = ("adamw",)
-    distributed_type = "DEEPSPEED"
-    packages = ("deepspeed",)
-    distributes = trades_speed = casts_model = shards_state = joins_trained = True
-
-    def problem(self, config: RunConfig) -> str | None:
-        """The optimizer does not update each element on its own."""
-        optimizer = config.train.optimizer
-        if optimizer in self.optimizers:
-            return None
-        supported = " and ".join(self.optimizers)
-        take = "it" if len(self.optimizers) == 1 else "one of them"
-        return (
-            f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which supports "
-            f"{supported}; use {take}, or parallel.engine=ddp"
-        )
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        """One for several machines, one for GPUs and one for the CPU."""
-        return with_place(f"zero{self.stage}", device, nodes)
+    stage = 0  # of ZeRO
 
     def launch_flags(self) -> Mapping[str, Any]:
         """The DeepSpeed config."""
@@ -52,33 +30,13 @@ class Zero(Engine):
         """Says when DeepSpeed compiles an extension."""
         return deepspeed.slow_builds_told(say)
 
-    def require_agreement(self, config: RunConfig, plan: Plan) -> None:
-        """Checks the DeepSpeed config."""
-        self.checked_config(config, plan)
-
-    def checked_config(
-        self, config: RunConfig, plan: Plan, trained_parameters: int | None = None
-    ) -> dict[str, Any]:
-        """The DeepSpeed config for the trainer; its buckets need not be larger than what is trained.
-
-        Raises:
-            ConfigError: it cannot be read, or contradicts the plan.
-        """
-        return deepspeed.checked_config(
-            deepspeed.config_file(self.stage),
-            plan,
-            self.stage,
-            max_grad_norm=config.train.max_grad_norm,
-            trainable_parameters=trained_parameters,
-        )
-
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
     ) -> dict[str, Any]:
         """The DeepSpeed config."""
-        tree = self.checked_config(config, plan, trained_parameters)
+        tree = deepspeed.configuration(self.stage, trained_parameters)
         if not shared:
-            tree = {**tree, "checkpoint": {**tree.get("checkpoint", {}), "use_node_local_storage": True}}
+            tree = {**tree, "checkpoint": {"use_node_local_storage": True}}
         return {"deepspeed": tree}
 
     def let_go(self, model: Any) -> None:
@@ -103,7 +61,3 @@ class Zero(Engine):
     def go_on_from(self, model: Any, step: int) -> None:
         """The folder of the next checkpoint has this count in its name."""
         model.global_steps = step
-
-    def update_share(self, world_size: int) -> float:
-        """A process updates its part."""
-        return 1 / world_size

@@ -3,14 +3,13 @@
 After stage_1_and_2.py of DeepSpeed.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Division, Message
+from sft_play.engines.base import FILE_OF_RANK, Division, Message
 from sft_play.engines.zero import Zero
 from sft_play.engines.zero2_division import Part, parts_of
 from sft_play.plan import Plan
@@ -32,16 +31,15 @@ class Buckets:
 
     @classmethod
     def shipped(cls) -> "Buckets":
-        """Those of the shipped DeepSpeed config; what it does not say, DeepSpeed decides."""
-        zero = deepspeed.read_config(deepspeed.config_file(2)).get("zero_optimization", {})
-        elements = zero.get("reduce_bucket_size", cls.elements)
-        return cls(elements=int(elements), overlap=bool(zero.get("overlap_comm")))
+        """Those that a run has."""
+        zero = deepspeed.configuration(2)["zero_optimization"]
+        return cls(elements=zero["reduce_bucket_size"], overlap=zero["overlap_comm"])
 
     def bytes(self, trained_elements: int, element_bytes: int) -> int:
         """Bytes of the buffers that collect gradients; overlapping communication needs a second one.
 
         If all gradients fit into one bucket, they are reduced at the end of the backward pass and there is
-        nothing to overlap with, so `deepspeed.checked_config` turns overlapping off.
+        nothing to overlap with, so `deepspeed.configuration` turns overlapping off.
         """
         overlaps = self.overlap and self.elements < trained_elements
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_elements)
@@ -85,15 +83,12 @@ def _updating(part: Part, held: int, division: Division, *, in_fp32: bool) -> in
 class Zero2(Zero):
     """DeepSpeed's ZeRO, stage 2."""
 
-    name, label, target, mark, stage = "deepspeed_z2", "ZeRO-2", "train-deepspeed", "z", 2
-    optimizers = ("adamw", "adamw_8bit")
-    principle = "partitions optimizer states and gradients"
-    file_of_rank = re.compile(r"(?:zero_pp_rank_|rng_state_)(\d+)")
+    stage = 2
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
         files = checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")
-        return sorted(files, key=lambda path: int(self.file_of_rank.search(path.name)[1]))  # type: ignore[index]
+        return sorted(files, key=lambda path: int(FILE_OF_RANK.search(path.name)[1]))  # type: ignore[index]
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
         """Joins the parts of all ranks."""

@@ -26,11 +26,7 @@ FP32 = 4  # bytes
 class Zero3(Sharded, Zero):
     """DeepSpeed's ZeRO, stage 3."""
 
-    name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
-    principle = "partitions weights, gradients and optimizer states among the processes"
-    regathers = wraps_shards = for_the_asking = weights_on_disk = True
-    offloads = ("ram",)
-    distributed_type_alone = Zero.distributed_type
+    stage = 3
 
     def problem(self, config: RunConfig) -> str | None:
         """PEFT's DoRA puts a new weight in the place of one in 4 bits, which DeepSpeed does not know."""
@@ -115,7 +111,7 @@ class Zero3(Sharded, Zero):
         """
         own, element = step.bytes_of("gradients"), division.element_bytes
         share = own // element
-        zero = deepspeed.read_config(deepspeed.config_file(self.stage))["zero_optimization"]
+        zero = deepspeed.configuration(self.stage)["zero_optimization"]
         limit, elements = zero["reduce_bucket_size"], share * division.world_size
         bucket = element * min(limit, elements)
         ahead = element * zero["stage3_prefetch_bucket_size"] if division.device == "cuda" else 0
@@ -199,7 +195,7 @@ def sub_groups(groups: Sequence[Sequence[int]], world_size: int) -> list[int]:
         groups: elements of the parameters of each of the optimizer's groups.
         world_size: processes that have a part of each parameter.
     """
-    zero = deepspeed.read_config(deepspeed.config_file(Zero3.stage))["zero_optimization"]
+    zero = deepspeed.configuration(Zero3.stage)["zero_optimization"]
     found = []
     for group in groups:
         size = 0

@@ -4,83 +4,98 @@ Facts from llama.cpp's converter and model loader (ggml-org/llama.cpp, conversio
 What llama.cpp would take from its own tables instead of the file is compared here, and refused if it differs.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from sft_play.errors import ConfigError
 
-# model_type of transformers -> architecture of GGUF
-NAMES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
+ROPE_TYPES = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How llama.cpp runs a family of models; a new one is a row of FAMILIES."""
+
+    name: str  # in GGUF
+    activation: str = "silu"
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    attention_bias: bool = True  # whether it knows one
+    rotates_neighbours: bool = False  # channels (2i, 2i + 1), where transformers rotates (i, i + half)
+    norm_offset: int = 0  # of norms, whose weights transformers keeps without it
+    period: int = 0  # one layer of so many attends to the whole text, the others to a window
+    scaled_by_width: int = 0  # so many layers scale attention by the width per head, not by its size
+
+
+LLAMA = Gguf("llama", rope_types=(*ROPE_TYPES, "llama3"), rotates_neighbours=True)
+GEMMA = Gguf("gemma", activation="gelu_pytorch_tanh", norm_offset=1)
+FAMILIES = {  # by model_type of transformers
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Gguf("qwen2"),
+    "qwen3": Gguf("qwen3", attention_bias=False),
+    "gemma2": replace(GEMMA, name="gemma2", period=2, scaled_by_width=46),
+    "gemma3_text": replace(GEMMA, name="gemma3", period=6, scaled_by_width=62),
 }
-GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # one layer of so many attends to the whole text
-# the size that scales attention by the width per head, not by the head size
-GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
 # of yarn, for which llama.cpp's file has no key or none that means the same
 YARN_SETTINGS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
-def gguf_name(config: PretrainedConfig) -> str:
-    """The name of an architecture in GGUF, e.g. "llama" also for Mistral.
+def gguf_family(config: PretrainedConfig) -> Gguf:
+    """The family of an architecture in GGUF, e.g. that of Llama also for Mistral.
 
     Raises:
         ConfigError: llama.cpp does not have it, or would compute something else.
     """
     text = config.get_text_config()
-    name = NAMES.get(text.model_type)
-    if name is None:
+    family = FAMILIES.get(text.model_type)
+    if family is None:
         raise ConfigError(
-            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; Llama, Mistral, Qwen 2 and "
-            "3, and Gemma 2 and 3 can. Run `make merge`, and llama.cpp's convert_hf_to_gguf.py on its folder"
+            f"FORMAT=gguf: models of type {text.model_type} cannot be exported, only those of type "
+            f"{', '.join(FAMILIES)}. Run `make merge`, and llama.cpp's convert_hf_to_gguf.py on its folder"
         )
-    difference = _difference(name, text)
+    difference = _difference(family, text)
     if difference:
         raise ConfigError(
             f"FORMAT=gguf: llama.cpp would not compute what was trained ({text.model_type}): {difference}. "
             "Run `make merge`: its folder works in transformers and vLLM"
         )
-    return name
+    return family
 
 
-def _difference(name: str, text: PretrainedConfig) -> str | None:
+def _difference(family: Gguf, text: PretrainedConfig) -> str | None:
     """What llama.cpp would do differently; None if nothing."""
-    kinds = {"default", "linear", "yarn"} | ({"llama3"} if name == "llama" else set())
-    unknown = {rope.get("rope_type", "default") for rope in rope_settings(text).values()} - kinds
+    kinds = {rope.get("rope_type", "default") for rope in rope_settings(text).values()}
+    unknown = kinds.difference(family.rope_types)
     activation = getattr(text, "hidden_activation", None) or text.hidden_act
     if unknown:
         return f"it does not know rope_type {', '.join(sorted(unknown))}"
-    if problem := _yarn_difference(name, text):
+    if problem := _yarn_difference(family, text):
         return problem
-    if activation not in ACTIVATIONS or (activation == "silu") == (name in GEMMA_PERIOD):
+    if activation != family.activation:
         return f"it does not know the activation {activation} here"
-    if name == "qwen3" and text.attention_bias:
+    if not family.attention_bias and text.attention_bias:
         return "it knows no attention_bias here"
-    return _gemma_difference(name, text) if name in GEMMA_PERIOD else None
+    return _window_difference(family, text) if family.period else None
 
 
-def _yarn_difference(name: str, text: PretrainedConfig) -> str | None:
+def _yarn_difference(family: Gguf, text: PretrainedConfig) -> str | None:
     yarn = [rope for rope in rope_settings(text).values() if rope.get("rope_type") == "yarn"]
-    if yarn and name in GEMMA_PERIOD:
+    if yarn and family.period:
         return "it applies rope_type yarn to layers with a window, too"
     own = [key for rope in yarn for key in YARN_SETTINGS if rope.get(key) is not None]
     return f"it computes {own[0]} of rope_type yarn by itself" if own else None
 
 
-def _gemma_difference(name: str, text: PretrainedConfig) -> str | None:
-    period = GEMMA_PERIOD[name]
+def _window_difference(family: Gguf, text: PretrainedConfig) -> str | None:
+    period = family.period
     pattern = [
         "sliding_attention" if (layer + 1) % period else "full_attention"
         for layer in range(text.num_hidden_layers)
     ]
     per_head = text.hidden_size / text.num_attention_heads
-    scale = per_head if text.num_hidden_layers == GEMMA_27B_LAYERS[name] else text.head_dim
+    scale = per_head if text.num_hidden_layers == family.scaled_by_width else text.head_dim
     if list(text.layer_types) != pattern:
         return f"there, layers {period}, {2 * period}, ... have full attention"
     if text.query_pre_attn_scalar != scale:
@@ -113,7 +128,7 @@ def describe(writer: Any, text: PretrainedConfig) -> None:
     writer.add_rope_dimension_count(head_size(text))
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     _describe_rope(writer, text)
-    if NAMES[text.model_type] in GEMMA_PERIOD:
+    if FAMILIES[text.model_type].period:
         writer.add_sliding_window(text.sliding_window)
         if text.attn_logit_softcapping:
             writer.add_attn_logit_softcapping(text.attn_logit_softcapping)

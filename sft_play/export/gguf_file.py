@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from sft_play.export import architecture, vocabulary, weights
-from sft_play.report.progress import progress_bar
+from sft_play.ui.progress import progress_bar
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -41,9 +41,9 @@ def write(path: Path, source: Source, wanted: str) -> dict[str, int]:
     """
     from gguf import GGUFWriter
 
-    name = architecture.gguf_name(source.config)
+    family = architecture.gguf_family(source.config)
     text = source.config.get_text_config()
-    writer = GGUFWriter(path, name)
+    writer = GGUFWriter(path, family.name)
     _describe(writer, source, wanted)
     counts: dict[str, int] = {}
     with weights.opened(source.folder) as folder:
@@ -57,7 +57,7 @@ def write(path: Path, source: Source, wanted: str) -> dict[str, int]:
             writer.write_ti_data_to_file()
             with progress_bar(f"  writing {path.name}", len(tensors)) as done:
                 for stored in tensors:
-                    writer.write_tensor_data(weights.read_stored(folder, stored, name, text))
+                    writer.write_tensor_data(weights.read_stored(folder, stored, family, text))
                     done(1)
         finally:
             writer.close()
@@ -65,8 +65,8 @@ def write(path: Path, source: Source, wanted: str) -> dict[str, int]:
 
 
 def _tensors(folder: weights.ModelFolder, source: Source, wanted: str) -> list[weights.Stored]:
-    name, text = architecture.gguf_name(source.config), source.config.get_text_config()
-    return weights.stored_tensors(folder, name, text, wanted)
+    family, text = architecture.gguf_family(source.config), source.config.get_text_config()
+    return weights.stored_tensors(folder, family, text, wanted)
 
 
 def _describe(writer: Any, source: Source, wanted: str) -> None:

@@ -12,10 +12,10 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.data.formats import Conversation
-from sft_play.data.messages import Message, alternating
 from sft_play.data.template import render
 from sft_play.errors import DataError
+from sft_play.rows.formats import Conversation
+from sft_play.rows.messages import Message, alternating
 
 SYSTEM, QUESTION, ANSWER, NEXT = "Rules-of-play", "First-question", "First-answer", "Next-question"
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft_play.errors import ConfigError, NonFiniteError
-from sft_play.export.architecture import head_size, rope_settings
+from sft_play.export.architecture import Gguf, head_size, rope_settings
 
 TEXT_PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -51,8 +51,8 @@ def opened(folder: Path) -> Iterator[ModelFolder]:
         yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
-def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wanted: str) -> list[Stored]:
-    """What the file will contain, in order, for an architecture of GGUF and the config of the text model.
+def stored_tensors(folder: ModelFolder, family: Gguf, text: PretrainedConfig, wanted: str) -> list[Stored]:
+    """What the file will contain, in order, for a family of GGUF and the config of the text model.
 
     Matrices have the type `wanted`: f32, f16, bf16 or q8_0; norms and biases are always f32.
 
@@ -61,7 +61,7 @@ def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wante
     """
     from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 
-    places = get_tensor_name_map(MODEL_ARCH[name.upper()], text.num_hidden_layers)
+    places = get_tensor_name_map(MODEL_ARCH[family.name.upper()], text.num_hidden_layers)
     found = []
     for source, file in folder.items():
         plain = TEXT_PREFIX.sub("model.", source)
@@ -89,7 +89,7 @@ def _type(shape: tuple[int, ...], wanted: str) -> Any:
     return chosen if fits else GGMLQuantizationType.F16
 
 
-def read_stored(folder: ModelFolder, stored: Stored, name: str, text: PretrainedConfig) -> np.ndarray:
+def read_stored(folder: ModelFolder, stored: Stored, family: Gguf, text: PretrainedConfig) -> np.ndarray:
     """The content of a tensor as it goes into the file.
 
     Raises:
@@ -100,25 +100,19 @@ def read_stored(folder: ModelFolder, stored: Stored, name: str, text: Pretrained
     if stored.source is None:
         return _rope_factors(text).numpy()
     read = folder[stored.source].get_tensor(stored.source).float()
-    weight = _changed(read, stored.source, name, text)
+    weight = _changed(read, stored.source, family, text)
     if stored.type.name == "F16" and not torch.isfinite(weight.half()).all():
         raise NonFiniteError(f"weight {stored.source} overflows float16; use DTYPE=bf16 or DTYPE=f32")
     return quantize(weight.numpy(), stored.type)
 
 
-def _changed(weight: torch.Tensor, source: str, name: str, text: PretrainedConfig) -> torch.Tensor:
-    """A weight as llama.cpp uses it.
-
-    For Llama, it rotates neighbouring channels (2i, 2i + 1) where transformers rotates (i, i + half). Gemma's
-    norms multiply by 1 + weight in transformers, and by the weight in llama.cpp.
-    """
-    if name == "llama" and ".q_proj." in source:
+def _changed(weight: torch.Tensor, source: str, family: Gguf, text: PretrainedConfig) -> torch.Tensor:
+    """A weight as llama.cpp uses it."""
+    if family.rotates_neighbours and ".q_proj." in source:
         return _interleaved(weight, text.num_attention_heads)
-    if name == "llama" and ".k_proj." in source:
+    if family.rotates_neighbours and ".k_proj." in source:
         return _interleaved(weight, text.num_key_value_heads)
-    if name.startswith("gemma") and source.endswith("norm.weight"):
-        return weight + 1
-    return weight
+    return weight + family.norm_offset if source.endswith("norm.weight") else weight
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

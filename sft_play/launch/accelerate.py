@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
-from sft_play.launch.accelerate_config import config_file, stale_default_config
+from sft_play.launch.accelerate_config import config_file
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, LOOPBACK, Nodes, interface_towards
 from sft_play.launch.ranks import (
@@ -31,8 +31,9 @@ from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
-from sft_play.runlog import RunDir, console, warn
+from sft_play.runlog import RunDir
 from sft_play.secrets import redact_file
+from sft_play.ui.console import console
 from sft_play.units import counted
 
 SCRIPT = SCRIPTS / "train_distributed.py"  # of each rank
@@ -135,10 +136,7 @@ def launch(
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
-    engine = engine_of(plan.engine)
-    if warning := stale_default_config(plan.world_size, engine):
-        warn(warning)
-    engine.prepare_launch()
+    engine_of(plan.engine).prepare_launch()
     command = launch_command(
         [str(SCRIPT), *arguments],
         engine=plan.engine,

@@ -1,4 +1,4 @@
-"""accelerate's config files: those we ship, and its own in the home folder, which is easily out of date."""
+"""accelerate's config files: those we ship, and its own in the home folder."""
 
 import os
 import re
@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 from sft_play import resources
-from sft_play.engines.base import Engine
 from sft_play.engines.registry import ALONE, distributed_engines, engine_of
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.report.layout import ending
-from sft_play.runlog import console
-from sft_play.spelling import as_typed
+from sft_play.ui.console import console
 
 CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
@@ -23,39 +21,14 @@ LAUNCH = ".venv/bin/accelerate launch scripts/train_distributed.py --config conf
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:
     """The shipped accelerate config for an engine, given by its name, on "cuda" or "cpu"."""
-    return CONFIGS / f"{engine_of(engine).accelerate_config(device, nodes)}.yaml"
+    row, place = engine_of(engine), "_multi_node" if nodes > 1 else "_cpu" if device == "cpu" else ""
+    return CONFIGS / f"{row.accelerate}{place if row.distributes else ''}.yaml"
 
 
 def default_config_path() -> Path:
     """Where `accelerate config` writes and `accelerate launch` without --config_file reads."""
     cache = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
-
-
-def stale_default_config(processes: int, engine: Engine) -> str | None:
-    """A warning if accelerate's default config would not start this run as planned; None if it would.
-
-    Our make targets never read that file: they pass a shipped config and the number of processes.
-    """
-    import yaml
-
-    path = default_config_path()
-    remedy = as_typed("remove it, or run `make setup-accelerate` to write it again")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}; {remedy}"
-    except (yaml.YAMLError, ValueError):  # ValueError: not UTF-8, or a date that does not exist
-        return f"{path} is not valid YAML; {remedy}"
-    found = tree if isinstance(tree, dict) else {}
-    wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
-    pairs = ((key, found.get(key), value) for key, value in wanted.items())
-    differs = [f"{key} {own} instead of {value}" for key, own, value in pairs if str(own) != value]
-    if not differs:
-        return None
-    return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (our commands do not)"
 
 
 def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:

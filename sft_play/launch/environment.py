@@ -15,58 +15,42 @@ from sft_play.machine.host import asked_threads
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
-PRECISION = "train.mixed_precision decides"
-COMPILATION = "train.compile decides"
-PLAN = "the plan decides"
-DEEPSPEED = "configs/deepspeed_z2.json decides"
-ENGINE = "parallel.engine decides"
-WITHOUT_CODE = "files of tensors are loaded without running code in them"
-ONE_PROCESS = "WORLD_SIZE is not set, so this process is the only one"
-NOT_MPI = "RANK and WORLD_SIZE decide, not a launcher of MPI"
-PUBLISHES = "only `make push` publishes weights"
-
-# The first pattern that matches a name counts.
-SETTLED_ELSEWHERE = {
-    "ACCELERATE_MIXED_PRECISION": PRECISION,
-    "ACCELERATE_DOWNCAST_BF16": PRECISION,
-    "ACCELERATE_FP8_*": PRECISION,
-    "XLA_USE_BF16": PRECISION,
-    "XLA_DOWNCAST_BF16": PRECISION,
-    "NVIDIA_TF32_OVERRIDE": PRECISION,
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": PRECISION,
-    "ONEDNN_DEFAULT_FPMATH_MODE": PRECISION,
-    "DNNL_DEFAULT_FPMATH_MODE": PRECISION,
-    "ACCELERATE_DYNAMO_*": COMPILATION,
-    "ACCELERATE_DEEPSPEED_*": DEEPSPEED,
-    "ACCELERATE_CONFIG_DS_FIELDS": DEEPSPEED,
-    "ACCELERATE_USE_CPU": "CUDA_VISIBLE_DEVICES decides",
-    "ACCELERATE_USE_*": ENGINE,
-    "FSDP_*": ENGINE,
-    "MEGATRON_LM_*": ENGINE,
-    "PARALLELISM_CONFIG_*": ENGINE,
-    "ACCELERATE_*": PLAN,  # accumulation, clipping, the device
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "the plan counts on the allocator of PyTorch",
-    "DEEPSPEED_TIMEOUT": "parallel.timeout_s decides",
-    "PMI_RANK": NOT_MPI,
-    "PMI_SIZE": NOT_MPI,
-    "OMPI_COMM_WORLD_*": NOT_MPI,
-    "MV2_COMM_WORLD_*": NOT_MPI,
-    "MPI_LOCAL*": NOT_MPI,
-    "LOCAL_SIZE": NOT_MPI,
-    "WANDB_LOG_MODEL": PUBLISHES,
-    "HF_MLFLOW_LOG_ARTIFACTS": PUBLISHES,
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": WITHOUT_CODE,
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": WITHOUT_CODE,
-}
+# What decides instead of each is in ACCELERATE_SETUP.md.
+SETTLED_ELSEWHERE = (
+    "ACCELERATE_*",
+    "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "FSDP_*",
+    "MEGATRON_LM_*",
+    "PARALLELISM_CONFIG_*",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "DEEPSPEED_TIMEOUT",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_*",
+    "MV2_COMM_WORLD_*",
+    "MPI_LOCAL*",
+    "LOCAL_SIZE",
+    "WANDB_LOG_MODEL",
+    "HF_MLFLOW_LOG_ARTIFACTS",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+)
 # accelerate's own, which change what it checks and says, and where its threads run.
 KEPT = ("ACCELERATE_DEBUG_MODE", "ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_CPU_AFFINITY")
 # A rank learns of DeepSpeed from its launcher; that they agree with the plan is checked (train/verify.py).
 KEPT_BY_RANKS = ("ACCELERATE_USE_DEEPSPEED",)
+# `accelerate launch` sets these for its DeepSpeed config, which is ours.
+OF_OUR_CONFIG = ("ACCELERATE_DEEPSPEED_*", "ACCELERATE_CONFIG_DS_FIELDS")
 # Defaults of torchrun's flags, such as PET_MAX_RESTARTS, and DeepSpeed's device; ours sets one of each for
 # the ranks.
-OF_THE_LAUNCHER = {"PET_*": "our launcher decides", "DS_ACCELERATOR": "CUDA_VISIBLE_DEVICES decides"}
-# With one of them, accelerate joins a process group of one.
-OF_A_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ONE_PROCESS)
+OF_THE_LAUNCHER = ("PET_*", "DS_ACCELERATOR")
+# With one of them and no WORLD_SIZE, accelerate joins a process group of one.
+OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.
 NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
 
@@ -107,29 +91,16 @@ def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> 
 
     `rank` says whether this process is one, started by a launcher, and not the command itself.
     """
-    reasons = _reasons(alone=environment.get("WORLD_SIZE", "1") == "1", rank=rank)
+    patterns = SETTLED_ELSEWHERE + (() if rank else OF_THE_LAUNCHER)
+    patterns += OF_A_RANK if environment.get("WORLD_SIZE", "1") == "1" else ()
     kept = KEPT + (KEPT_BY_RANKS if rank else ())
+    values = {name: environment.pop(name) for name in list(environment) if _is_any(name, patterns, kept)}
+    unasked = OF_OUR_CONFIG if rank else ()
+    told = {name for name, value in values.items() if value.lower() not in NEUTRAL}
     known = environment.get(IGNORED_VARIABLE, "").split(",") if rank else []
-    found = [name for name in environment if name not in kept and _reason(name, reasons)]
-    values = {name: environment.pop(name) for name in found}
-    told = [name for name, value in values.items() if value.lower() not in NEUTRAL]
-    if rank:  # `accelerate launch` sets these for its DeepSpeed config, which is ours
-        told = [name for name in told if _reason(name, reasons) != DEEPSPEED]
-    environment[IGNORED_VARIABLE] = ",".join(sorted({*filter(None, known), *told}))
+    told = {*filter(None, known), *(name for name in told if not _is_any(name, unasked))}
+    environment[IGNORED_VARIABLE] = ",".join(sorted(told))
 
 
-def _reasons(*, alone: bool, rank: bool) -> dict[str, str]:
-    return SETTLED_ELSEWHERE | ({} if rank else OF_THE_LAUNCHER) | (OF_A_RANK if alone else {})
-
-
-def _reason(name: str, reasons: dict[str, str]) -> str | None:
-    return next((text for pattern, text in reasons.items() if fnmatchcase(name, pattern)), None)
-
-
-def ignored_lines(names: Iterable[str]) -> list[str]:
-    """What the banner says about these removed variables: a line for each reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name in names:
-        reason = _reason(name, SETTLED_ELSEWHERE | OF_THE_LAUNCHER | OF_A_RANK)
-        by_reason.setdefault(reason or PLAN, []).append(name)
-    return [f"Ignored: {', '.join(found)}, since {reason}" for reason, found in by_reason.items()]
+def _is_any(name: str, patterns: Iterable[str], kept: Iterable[str] = ()) -> bool:
+    return name not in kept and any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import ConfigError, LaunchError, SftPlayError
 from sft_play.launch.nodes import Nodes, listen, wait_until_reached
 from sft_play.launch.ranks import RankExit, raise_unless_done
-from sft_play.runlog import console
+from sft_play.ui.console import console
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -7,24 +7,21 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from sft_play.errors import LaunchError, StorageError
+from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.nodes import LOOPBACK, free_port
-from sft_play.runlog import RunDir, console
 from sft_play.spelling import as_typed
+from sft_play.ui.console import console
 
 PORT = 6006
 LOG = ".tensorboard.log"  # in the folder of runs
-LINKS = ".tensorboard"  # there, too: a link for each run, so that TensorBoard calls runs by their names
 DEFAULT_RUNS = Path("runs")
-START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 CLOCK_SLACK_S = 2.0  # start times are relative to boot time, which moves when the clock is set
 
@@ -64,14 +61,9 @@ def running(runs: Path) -> Server | None:
 def start(runs: Path, port: int = PORT) -> Server:
     """Starts TensorBoard for a folder of runs, unless it is running already; prints how to reach it.
 
-    Raises:
-        LaunchError: it did not start.
-        StorageError: the folder cannot be written.
+    It answers after a few seconds. StorageError if the folder cannot be written.
     """
-    server = running(runs)
-    if server is None:
-        server = _start(runs, free_port(port))
-        _wait_until_it_answers(server, runs)
+    server = running(runs) or _start(runs, free_port(port))
     host = socket.gethostname()
     stop_command = "make tb-stop" if runs == DEFAULT_RUNS else f"make tb-stop RUNS={shlex.quote(str(runs))}"
     console().print(f"TensorBoard: {server.url}")
@@ -82,24 +74,11 @@ def start(runs: Path, port: int = PORT) -> Server:
     return server
 
 
-def link_run(run: RunDir) -> None:
-    """Shows a run under its name in the TensorBoard of its folder, if one was ever started there.
-
-    On a file system without links, TensorBoard lacks it.
-    """
-    with contextlib.suppress(OSError):
-        link = run.path.parent / LINKS / run.path.name
-        link.symlink_to(Path("..", run.path.name, run.tensorboard.name))
-
-
 def _start(runs: Path, port: int) -> Server:
-    where = [f"--logdir={runs / LINKS}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
+    where = [f"--logdir={runs}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
     argv = [sys.executable, "-m", "tensorboard.main", *where]
     try:
-        (runs / LINKS).mkdir(parents=True, exist_ok=True)
-        for path in runs.iterdir():
-            if RunDir(path).tensorboard.is_dir():
-                link_run(RunDir(path))
+        runs.mkdir(parents=True, exist_ok=True)
         with (runs / LOG).open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 argv,
@@ -114,18 +93,6 @@ def _start(runs: Path, port: int) -> Server:
     except OSError as error:
         raise StorageError(f"{runs} cannot be written: {error.strerror}") from None
     return server
-
-
-def _wait_until_it_answers(server: Server, runs: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if running(runs) is None:
-            break
-        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, server.port), timeout=1):
-            return
-        time.sleep(0.2)
-    stop(runs)
-    raise LaunchError(f"TensorBoard did not start; see the end of {runs / LOG}")
 
 
 def stop(runs: Path) -> bool:

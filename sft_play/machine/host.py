@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.errors import ConfigError
 from sft_play.extras import install_command
 from sft_play.units import counted
@@ -200,14 +200,11 @@ def missing_packages(config: "RunConfig") -> dict[str, str]:
     """Which packages the config needs and are not installed, a sentence for each -> what to do about it."""
     from sft_play.engines.registry import engine_of  # not needed by `sft-play gpu-info`
 
-    asked, optimizer = config.parallel.engine, config.train.optimizer
+    asked, optimizer = config.parallel.engine, OPTIMIZERS[config.train.optimizer]
     packages = engine_of(asked).packages if asked != "auto" else ()
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
-        f"train.optimizer={optimizer}": (
-            "schedulefree" if optimizer == SCHEDULE_FREE else "bitsandbytes",
-            optimizer == SCHEDULE_FREE or optimizer.endswith("bit"),
-        ),
+        f"train.optimizer={optimizer.name}": (optimizer.package or "", optimizer.package is not None),
         **{f"parallel.engine={asked}": (name, True) for name in packages},
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }

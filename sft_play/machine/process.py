@@ -13,8 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
-from inspect import isfunction
 from typing import Any
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
@@ -96,33 +94,6 @@ def importing_libraries() -> Iterator[None]:
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once
-
-
-@contextmanager
-def importing_torch() -> Iterator[None]:
-    """The same, for PyTorch and what is built on it, whose functions are compiled when they are called.
-
-    bitsandbytes, which PEFT imports, compiles some on import, for which PyTorch would load its compiler.
-    """
-    with importing_libraries():
-        import torch
-
-        compiled = torch.compile
-        torch.compile = partial(_compiled_when_called, compiled)
-        try:
-            yield
-        finally:
-            torch.compile = compiled
-
-
-def _compiled_when_called(compiled: Callable[..., Any], function: Any = None, **settings: Any) -> Any:
-    """As torch.compile, which is `compiled`, but a function is compiled in its first call."""
-    if function is None:
-        return partial(_compiled_when_called, compiled, **settings)
-    if not isfunction(function):
-        return compiled(function, **settings)
-    made = cache(partial(compiled, function, **settings))
-    return wraps(function)(lambda *args, **named: made()(*args, **named))
 
 
 def main(command: list[str]) -> None:

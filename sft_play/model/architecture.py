@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.errors import ConfigError
+from sft_play.model.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -30,21 +31,6 @@ ALLOWED = (
     "SFT-Play trains decoder-only language models "
     "(Llama, Qwen, Gemma, Mistral and others; see docs/reference/models.md)"
 )
-# Encoders that fill in no masks, and prompts that each token sees as a whole: config.json does not say so.
-SEE_BOTH_WAYS = {"bert-generation", "cpmant", "xlnet"}
-# Of these, only the text part is loaded: to build the whole model takes a package that training does without.
-TEXT_ALONE = {"gemma3n"}
-DRAFTS = "drafts tokens for another model and computes nothing without it"
-# A head with more than a matrix and the scales that our loss knows; `train.verify.check_head` finds others.
-OTHER_HEAD = "has an output head that the loss here does not know"
-REFUSED = {
-    "gemma4_assistant": DRAFTS,
-    "gemma4_unified_assistant": DRAFTS,
-    "inkling_text": OTHER_HEAD,
-    "modernbert-decoder": OTHER_HEAD,
-    "reformer": "computes its gradients by itself, and none for adapters",
-    "trocr": "is an encoder-decoder",
-}
 
 
 def require_decoder(config: "PretrainedConfig") -> None:
@@ -55,13 +41,13 @@ def require_decoder(config: "PretrainedConfig") -> None:
 
 
 def _why_no_decoder(config: "PretrainedConfig") -> str | None:
-    kind = config.model_type
+    family = family_of(config)
     if config.is_encoder_decoder:
         return "is an encoder-decoder"
-    if kind in REFUSED:
-        return REFUSED[kind]
+    if family.refused:
+        return family.refused
     text = config.get_text_config()  # of which some encoder-decoders have two
-    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in SEE_BOTH_WAYS
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or family.reads_both_ways
     if is_encoder and not getattr(config, "is_decoder", False):
         return "reads texts in both directions, so each token would see what it is to predict"
 
@@ -83,7 +69,7 @@ def know_multimodal(config: "PretrainedConfig") -> None:
     """
     kind, known = type(config), AutoModelForCausalLM._model_mapping
     multimodal = AutoModelForImageTextToText._model_mapping
-    if config.model_type in TEXT_ALONE:
+    if family_of(config).text_alone:
         known.register(kind, known[type(config.get_text_config())], exist_ok=True)
     elif kind in multimodal and kind not in known:
         known.register(kind, multimodal[kind], exist_ok=True)  # otherwise it ignores its own configs

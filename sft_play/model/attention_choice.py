@@ -1,4 +1,4 @@
-"""Chooses the attention implementation of a run, and whether its rows can be joined end to end."""
+"""Chooses the attention implementation of a run, and whether layers let its rows be joined end to end."""
 
 import inspect
 import sys
@@ -12,15 +12,12 @@ from transformers.utils import import_utils
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import setting
 from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
-from sft_play.reasons import Padded
-from sft_play.report.reasons import padding_cause
+from sft_play.model.families import family_of
+from sft_play.reasons.method import Padded
 from sft_play.units import SIXTEEN_BIT
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-OWN_MASKS = {"doge", "zaya"}  # architectures whose layers give their attention another mask than they got
-# Those whose layers do not hand on to their attention where joined rows begin; `train.verify` finds others.
-KEEP_BOUNDARIES_BACK = {"nemotron"}
 DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 WIDEST = 256  # heads that FlashAttention computes
 
@@ -113,7 +110,7 @@ def calls_ours(config: PretrainedConfig) -> bool:
     """
     text = config.get_text_config()
     others = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS - {"linear_attention"}
-    if text.model_type in OWN_MASKS or any(kind.endswith("_attention") for kind in others):
+    if family_of(text).own_masks or any(kind.endswith("_attention") for kind in others):
         return False
     sources = [inspect.getsource(module) for module in _modeling_files(config)]
     knows_functions = any("_attn_implementation in (" in source for source in sources)
@@ -169,37 +166,15 @@ def _require_runnable(asked: str, device: str, capability: Capability | None) ->
         )
 
 
-def why_padded(
-    packing: bool, padding_free: bool | str, architecture: PretrainedConfig, attention_name: str
-) -> Padded | None:
-    """Why rows are padded; None if they can be joined end to end without seeing each other.
+def why_rows_mix(architecture: PretrainedConfig) -> Padded | None:
+    """Why joined rows would see each other, whatever the attention; None if they would not.
 
-    Attention must know the boundaries of sequences: ours and FlashAttention do; masks would cost the square
-    of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
-    carry it into the next row.
-
-    Raises:
-        ConfigError: train.packing or train.padding_free asks for what the layers cannot do.
+    Layers that carry a state from token to token (Mamba, linear attention, convolutions) would carry it into
+    the next row.
     """
-    if padding_free is False and not packing:
-        return Padded("config")
-    mixes = _why_rows_mix(architecture)
-    if packing or padding_free != "auto":
-        if mixes:
-            asked = "train.packing=true" if packing else "train.padding_free=true"
-            remedy = "train.packing=false" if packing else "train.padding_free=auto"
-            raise ConfigError(
-                f"{asked} joins rows end to end, but {padding_cause(mixes)}; set {remedy}, which pads them"
-            )
-        return None
-    return mixes or (None if ATTENTIONS[attention_name].boundaries else Padded("attention", attention_name))
-
-
-def _why_rows_mix(architecture: PretrainedConfig) -> Padded | None:
-    """Why joined rows would see each other, whatever the attention; None if they would not."""
     model_class = _class_of(architecture)
     if model_class is not None and (
-        not model_class._supports_attention_backend or architecture.model_type in KEEP_BOUNDARIES_BACK
+        not model_class._supports_attention_backend or family_of(architecture).loses_boundaries
     ):
         return Padded("boundaries", model_class.__name__)
     others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS

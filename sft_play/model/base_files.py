@@ -20,7 +20,8 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.manifest import MAX_THREADS, Entries, hash_files
 from sft_play.model.files import weight_files
-from sft_play.runlog import RunDir, console, read_json
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 
 USED = (".safetensors", ".json", ".model", ".txt", ".jinja")  # endings of the names of files that are loaded

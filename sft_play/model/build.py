@@ -12,7 +12,6 @@ from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.engines.stored import looking_as_used, say_types
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.hub import is_network_error
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
@@ -36,7 +35,8 @@ from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
+from sft_play.upstream.huggingface_hub import is_network_error
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.files import replacing_file
-from sft_play.report.progress import progress_bar
-from sft_play.runlog import console
+from sft_play.ui.console import console
+from sft_play.ui.progress import progress_bar
 from sft_play.units import format_duration
 
 WEIGHTS = "adapter_model.safetensors"

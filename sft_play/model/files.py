@@ -11,8 +11,9 @@ from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.hub import REPOSITORY, limit_network
+from sft_play.hub import REPOSITORY
 from sft_play.model.published import asked_before_the_hub
+from sft_play.upstream.huggingface_hub import limit_network
 
 NEITHER = "neither a folder here nor a name on the Hub"
 FROM_EITHER = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"

@@ -2,7 +2,7 @@
 
 Autograd differentiates each small operation of theirs by itself and keeps what each of them needs. Here both
 are one function with a backward pass of its own, which keeps little and computes in place. Most decoders in
-transformers have a copy of Llama's code; a test compares each one that is listed here with its original.
+transformers have a copy of Llama's code, by which they are found.
 
 On a CPU a step takes less time (benchmarks/results/adapter_step_cpu.json). GPUs compute so too, where it has
 not been measured.
@@ -14,38 +14,14 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from transformers.models.llama import modeling_llama
 
 from sft_play.model import liger
-
-# The classes of transformers with Llama's code: norms, and attention that rotates queries and keys.
-NORMS = """
-    ApertusRMSNorm ArceeRMSNorm BambaRMSNorm BitNetRMSNorm DeepseekV2RMSNorm DeepseekV3RMSNorm
-    DeepseekV32RMSNorm Dots1RMSNorm Ernie4_5RMSNorm Ernie4_5_MoeRMSNorm Exaone4RMSNorm FalconH1RMSNorm
-    FalconMambaRMSNorm GlmRMSNorm Glm4RMSNorm Glm4MoeRMSNorm Glm4MoeLiteRMSNorm GraniteRMSNorm
-    GraniteMoeRMSNorm GraniteMoeHybridRMSNorm GraniteMoeSharedRMSNorm HunYuanDenseV1RMSNorm
-    HunYuanMoEV1RMSNorm JambaRMSNorm KimiLinearRMSNorm Lfm2RMSNorm Lfm2MoeRMSNorm LlamaRMSNorm
-    MambaRMSNorm Mamba2RMSNorm MiniCPM3RMSNorm MiniMaxRMSNorm MiniMaxM2RMSNorm MinistralRMSNorm
-    Ministral3RMSNorm MistralRMSNorm Mistral4RMSNorm MixtralRMSNorm MllamaTextRMSNorm OlmoeRMSNorm
-    Phi3RMSNorm Qwen2RMSNorm Qwen2_5_VLRMSNorm Qwen2MoeRMSNorm Qwen2VLRMSNorm Qwen3RMSNorm
-    Qwen3MoeRMSNorm Qwen3VLTextRMSNorm Qwen3VLMoeTextRMSNorm SeedOssRMSNorm SmolLM3RMSNorm
-    SolarOpenRMSNorm Zamba2RMSNorm
-"""
-ATTENTIONS = """
-    ApertusAttention ArceeAttention BitNetAttention DeepseekV3Attention Dots1Attention Exaone4Attention
-    FalconAttention FalconH1Attention GemmaAttention Gemma2Attention Gemma3Attention
-    Glm4MoeLiteAttention GraniteAttention GraniteMoeAttention GraniteMoeHybridAttention
-    GraniteMoeSharedAttention HunYuanDenseV1Attention HunYuanMoEV1Attention Lfm2Attention
-    Lfm2MoeAttention LlamaAttention MiniCPM3Attention MiniMaxAttention MinistralAttention
-    Ministral3Attention MistralAttention Mistral4Attention MixtralAttention MllamaTextSelfAttention
-    OlmoeAttention PhiAttention PhimoeAttention Qwen2Attention Qwen2_5_VLAttention Qwen2MoeAttention
-    Qwen2VLAttention Qwen3Attention Qwen3MoeAttention Qwen3VLTextAttention Qwen3VLMoeTextAttention
-    SeedOssAttention SmolLM3Attention SolarOpenAttention StableLmAttention Starcoder2Attention
-    Zamba2Attention
-"""
+from sft_play.model.liger import same_code
 
 
 def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
-    """Lets the listed modules of a model without adapters compute in fewer passes, or by Liger's `kernels`.
+    """Lets modules with Llama's code compute in fewer passes, or by Liger's `kernels`, before adapters come.
 
     Returns:
         How many modules these are.
@@ -81,12 +57,23 @@ def _replacement(kind: type, kernels: str = "own") -> Any:
     """What to put in the place of the forward pass of a module of this class; None for those that stay."""
     if not kind.__module__.startswith("transformers.models."):
         return None
-    if kind.__name__ in NORMS.split():
-        return liger.norm_forward if kernels == liger.NAME else _norm_forward
     # transformers 5.24 wraps it to take the old names of arguments
     forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    if same_code(forward, modeling_llama.LlamaRMSNorm.forward):
+        return liger.norm_forward if kernels == liger.NAME else _norm_forward
     rotate = liger.rotated if kernels == liger.NAME else rotated
-    return _with_rotation(forward, rotate) if kind.__name__ in ATTENTIONS.split() else None
+    return _with_rotation(forward, rotate) if _rotates_as_llama(forward) else None
+
+
+def _rotates_as_llama(forward: FunctionType) -> bool:
+    """Whether the function calls what Llama's attention rotates queries and keys with."""
+    rotate = forward.__globals__.get("apply_rotary_pos_emb")
+    if "apply_rotary_pos_emb" not in forward.__code__.co_names or not isinstance(rotate, FunctionType):
+        return False
+    halves = rotate.__globals__.get("rotate_half")
+    return same_code(rotate, modeling_llama.apply_rotary_pos_emb) and same_code(
+        halves, modeling_llama.rotate_half
+    )
 
 
 def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:

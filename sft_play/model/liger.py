@@ -53,6 +53,16 @@ def require_runnable(device: str, capability: Capability | None, *, here: bool) 
         )
 
 
+def require_modules(model_type: str, count: int) -> None:
+    """Raises a ConfigError if Liger's kernels serve none of a model's modules."""
+    if not count:
+        raise ConfigError(
+            f"train.kernels=liger: none of {model_type}'s modules are those that Liger's kernels compute "
+            f"(norms, rotary embeddings and gated layers as of {', '.join(EXAMPLES)}); allowed for it: "
+            "auto, own"
+        )
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """`layer_forward.RMSNorm` by Liger's kernel; x is [..., size], the weight [size].
 
@@ -136,9 +146,15 @@ def forward_for(module: Any) -> Callable[..., torch.Tensor] | None:
 
 def _same(kind: Any, known: Any, *names: str) -> bool:
     """Whether functions of a class, by their names, have the code of those of a known one."""
+    return all(same_code(getattr(kind, name, None), getattr(known, name)) for name in names)
 
-    def code(owner: Any, name: str) -> Any:
-        found = getattr(getattr(owner, name, None), "__code__", None)
-        return found and (found.co_code, found.co_names, [c for c in found.co_consts if isinstance(c, float)])
 
-    return all(code(kind, name) == code(known, name) for name in names)
+def same_code(function: Any, known: Any) -> bool:
+    """Whether a function does what a known one does, by its code, numbers and defaults."""
+
+    def code(found: Any) -> Any:
+        code = found.__code__
+        numbers = [each for each in code.co_consts if isinstance(each, int | float)]
+        return code.co_code, code.co_names, numbers, found.__defaults__
+
+    return hasattr(function, "__code__") and code(function) == code(known)

@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.data.prepare import PreparedData, first_day, prepare
 from sft_play.errors import ConfigError, first_line
-from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
 from sft_play.model.files import (
     FROM_EITHER,
@@ -24,6 +23,7 @@ from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_
 from sft_play.model.rope import with_rope_scaling
 from sft_play.runlog import continued_run
 from sft_play.units import SHORT_NAMES
+from sft_play.upstream.huggingface_hub import limit_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sft_play.model.cpu import TiledLogProbs
+from sft_play.model.families import family_of
 
 
 def add_loss_head(model: Any) -> None:
@@ -28,8 +29,8 @@ def add_loss_head(model: Any) -> None:
     text = base.config.get_text_config()
     if not hasattr(text, "num_experts") and hasattr(text, "num_local_experts"):
         text.num_experts = text.num_local_experts  # by that name, TRL's head balances them (Phi-3.5-MoE)
-    if hasattr(text, "output_logit_soft_cap"):
-        text.final_logit_softcapping = text.output_logit_soft_cap  # by that name, TRL's head caps (xLSTM)
+    for given, known in family_of(text).renames.items():
+        setattr(text, known, getattr(text, given))
     if not _has_routers(base):
         text.output_router_logits = False  # TRL asks for it wherever the config knows the word (Doge)
     add(base, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "is_top1"))

@@ -17,7 +17,7 @@ from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import detect
 from sft_play.model.four_bit import nf4
 from sft_play.model.load import empty_base
-from sft_play.runlog import console
+from sft_play.ui.console import console
 from sft_play.units import counted, format_bytes
 
 IN_RAM = "cpu"  # device of layers that are copied to a GPU at each pass

@@ -10,7 +10,8 @@ from sft_play.errors import CheckpointError
 from sft_play.manifest import find_damage, has_manifest, read_manifest
 from sft_play.model.base_files import require_same_base
 from sft_play.model.files import foreign_weights, missing_shards
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import warn
 
 if TYPE_CHECKING:
     from torch import Tensor

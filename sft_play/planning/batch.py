@@ -9,7 +9,7 @@ from sft_play.config.train import TrainConfig
 from sft_play.data.batching import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
-from sft_play.reasons import LearningRate
+from sft_play.reasons.method import LearningRate
 from sft_play.units import counted
 
 DEFAULT_EFFECTIVE_ROWS = 16

@@ -6,7 +6,7 @@ dividing a model has made published steps longer by more than this (benchmarks/e
 slower than in data sheets, and computation is, while they are in use. Units: seconds, bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -21,8 +21,8 @@ from sft_play.plan import Clock, Plan
 from sft_play.planning.devices import training_threads
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
+from sft_play.planning.request import Request
 from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
@@ -69,16 +69,15 @@ def step_seconds(
     )
 
 
-def plan_clock(
-    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
-) -> Clock:
-    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
+def plan_clock(request: Request, *, link: bool = True) -> Clock:
+    """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
-    So many processes share the machine; without `link`, communication between them takes no time. Where
-    weights are sent for each micro-batch, the seconds are unknown if communication is.
+    Without `link`, communication between processes takes no time. Where weights are sent for each
+    micro-batch, the seconds are unknown if communication is.
     """
-    threads, profile = training_threads(machine, processes) or 1, profile_of(machine, processes)
-    work_of = work_of_plans(config, batches_of(config, facts), threads)
+    facts, machine, processes = request.facts, request.machine, request.processes
+    profile = profile_of(machine, processes)
+    work_of = work_of_request(request)
     inside = cache(lambda count: collectives_of(machine, count))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 
@@ -145,9 +144,15 @@ def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> 
     return sum(parts) - parts.update + update + transfer
 
 
+def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work]:
+    """The work of a micro-batch of its plans."""
+    threads = training_threads(request.machine, request.processes) or 1
+    return work_of_plans(request.architecture, batches_of(request.architecture, request.facts), threads)
+
+
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
     """The function that the estimator and `work_of_plans` take."""
-    return partial(facts.batches_of, hidden_size=Architecture.of(config).ask(questions.hidden_size))
+    return partial(facts.batches_of, hidden_size=Architecture.of(config).facts.hidden_size)
 
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:

@@ -13,8 +13,8 @@ from sft_play.model import float8
 from sft_play.model.attention_table import NAME, within
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import choose_precision
-from sft_play.reasons import CompiledLayers, Reason, Unproven
-from sft_play.sizing import questions
+from sft_play.reasons.method import CompiledLayers, Unproven
+from sft_play.reasons.reason import Reason
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import AUTOCAST
 
@@ -82,13 +82,23 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             f"train.compile=true does not work with model.attention={attention}: layers are compiled around "
             f"{NAME} only; set model.attention={NAME}, or train.compile=false"
         )
-    if besides := architecture.ask(questions.besides_dense_layers):
+    if besides := _besides_dense_layers(architecture):
         raise ConfigError(
             "train.compile=true compiles layers of attention and a dense feed-forward part, and "
-            f"{architecture.config.model_type} has {besides}; set train.compile=false"
+            f"{architecture.facts.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
         _require_float8(architecture, dtype, autocast.precision)
+
+
+def _besides_dense_layers(architecture: Architecture) -> str | None:
+    """What the decoder layers have besides attention and a dense feed-forward part; None if nothing."""
+    if architecture.modules.experts:
+        return "experts"
+    found = architecture.facts.rows_mix
+    if found is None:
+        return None
+    return f"layers of type {found.what}" if found.cause == "layers" else "an attention of its own"
 
 
 def _require_float8(architecture: Architecture, dtype: str, precision: str) -> None:
@@ -99,10 +109,10 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
             f"memory than is predicted, and these are {dtype} with train.mixed_precision={precision}; set "
             "model.dtype=float32 and train.mixed_precision=bf16, or train.float8=false"
         )
-    if not architecture.ask(questions.float8_layers):
+    if not architecture.modules.float8_layers:
         raise ConfigError(
             "train.float8=true serves linear layers of decoder layers whose sizes are multiples of "
-            f"{float8.MULTIPLE}, and {architecture.config.model_type} has none; set train.float8=false"
+            f"{float8.MULTIPLE}, and {architecture.facts.model_type} has none; set train.float8=false"
         )
 
 
@@ -124,7 +134,7 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
         and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
     )
-    if not could or architecture.ask(questions.besides_dense_layers):
+    if not could or _besides_dense_layers(architecture):
         return []
     return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
 
@@ -137,7 +147,7 @@ def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> li
         and (plan.dtype, plan.mixed_precision) == ("float32", "bf16")
         and plan.compute_capability is not None
         and within(plan.compute_capability, float8.GPUS)
-        and architecture.ask(questions.float8_layers) > 0
+        and architecture.modules.float8_layers > 0
     )
     if not could:
         return []

@@ -5,22 +5,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.planning.devices import machines_of
-from sft_play.planning.drafts import leanest, with_groups, with_offload
+from sft_play.planning.candidates import candidates, estimator_of
+from sft_play.planning.drafts import leanest
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.fewest import with_batch_for
-from sft_play.planning.other_machines import tokens_per_second
-from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
-from sft_play.sizing import questions
-from sft_play.sizing.architecture import Architecture
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
 BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
@@ -28,6 +25,41 @@ LONGEST = "max"  # what is asked, unless it is a number of tokens
 
 Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
 Engine = tuple[str, int]  # and its replicas
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row of a run that fits, and the plan for rows of that length, or of the asked one."""
+
+    longest: int | None  # tokens; None if not even the shortest fits
+    limit: Literal["positions", "memory"]
+    sequence_ranks: int
+    fits: bool | None  # whether the length that is asked does; None if none is
+    plan: Plan | None
+    tokens_per_second: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of the table: `fits` if a length is asked, and the key numbers of the plan, if any."""
+        row: dict[str, Any] = {"longest": self.longest, "limit": self.limit}
+        row["sequence_ranks"] = self.sequence_ranks
+        if self.fits is not None:
+            row["fits"] = self.fits
+        if self.plan is None or self.plan.memory is None:
+            return row
+        plan, memory = self.plan, self.plan.memory
+        return row | {
+            "row_tokens": plan.max_seq_len,
+            "engine": plan.engine,
+            "replicas": plan.replicas,
+            "effective_batch_size": plan.effective_batch_size,
+            "activations": plan.activations,
+            "mlp_tiles": plan.mlp_tiles,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes": memory.peak_bytes,
+            "process_bytes": memory.process_bytes,
+            "budget_bytes": memory.budget_bytes,
+            "host_bytes": memory.host.needed_bytes if memory.host else None,
+        }
 
 
 @dataclass
@@ -71,28 +103,13 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
     raise AssertionError("the bracket closes")
 
 
-def position_limit(architecture: Architecture) -> int | None:
-    """The positions that the model has; None if it does not say."""
-    return architecture.ask(questions.position_limit)
-
-
 def longest_row(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    asked: int | None,
-    *,
-    first: int | None = None,
-    tried: Tried | None = None,
-) -> dict[str, Any]:
-    """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
+    request: Request, asked: int | None, *, first: int | None = None, tried: Tried | None = None
+) -> LongestRow:
+    """The longest row that fits, one in a micro-batch, with the plan for it.
 
     Args:
-        config: the run; its effective batch stays, or grows to a row for each process.
-        architecture: of the model.
-        machine: that it runs on.
-        processes: number of them.
+        request: the run; its effective batch stays, or grows to a row for each process.
         asked: tokens of a row that the speed is wanted for, and whether they fit; default: the longest.
         first: where the search begins, as in `longest_multiple`.
         tried: what an earlier search for this run has seen; is kept up to date.
@@ -100,50 +117,39 @@ def longest_row(
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
     """
-    positions = position_limit(architecture)
-    most = positions or MAX_UNSTATED
+    most = request.architecture.facts.position_limit or MAX_UNSTATED
     known: dict[int, float] = {}
     seen = tried or Tried()
 
     def use(tokens: int) -> float:
         if tokens not in known:
-            known[tokens] = _use(config, architecture, machine, processes, tokens, seen)
+            known[tokens] = _use(_with_rows_of(request, tokens), seen)
         return known[tokens]
 
     fits = None if asked is None else use(asked) <= 1
     longest = longest_multiple(use, most, first=first)
     if fits and asked and asked > (longest or 0):  # between two multiples
         longest = asked
-    row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
-    row["sequence_ranks"] = config.parallel.sequence_ranks
-    if asked is not None:
-        row["fits"] = fits
     shown = longest if asked is None else asked
-    if not shown or fits is False:
-        return row
-    return row | _at(config, architecture, machine, processes, shown, tight=shown == longest != most)
+    plan = speed = None
+    if shown and fits is not False:
+        rows = _with_rows_of(request, shown)
+        plan = _plan_of(rows, tight=shown == longest != most)
+        speed = rows.facts.tokens_per_second(plan)
+    limit: Any = "positions" if longest == most else "memory"
+    return LongestRow(longest, limit, request.config.parallel.sequence_ranks, fits, plan, speed)
 
 
 def longest_divided_row(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    asked: int | None,
-    *,
-    whole: dict[str, Any],
-    tried: Tried,
-) -> dict[str, Any] | None:
+    request: Request, asked: int | None, *, whole: LongestRow, tried: Tried
+) -> LongestRow | None:
     """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
 
     The larger a group, the fewer tokens has a process, so the largest are searched. Smaller ones reach as far
     only where the model's positions are the limit.
 
     Args:
-        config: as in `longest_row`, as are those that follow.
-        architecture: see there.
-        machine: see there.
-        processes: see there.
+        request: as in `longest_row`.
         asked: see there.
         whole: what `longest_row` found where tokens are not divided.
         tried: see there.
@@ -152,97 +158,64 @@ def longest_divided_row(
         As `longest_row`; None if whole rows are enough, if none fits, if there are no groups, or if the
         config says how large they are.
     """
-    enough = whole["limit"] == "positions" if asked is None else whole["fits"]
-    sizes = group_sizes(config, architecture, processes, machines_of(machine, processes))
-    if config.parallel.sequence_parallel_size != "auto" or not whole["longest"] or enough or not sizes:
+    reached = whole.longest or 0
+    enough = whole.limit == "positions" if asked is None else whole.fits
+    sizes = group_sizes(request.config, request.architecture, request.processes, request.on_machines)
+    if request.config.parallel.sequence_parallel_size != "auto" or not reached or enough or not sizes:
         return None
 
-    def found(size: int) -> dict[str, Any]:
-        run, first = with_groups(config, size), whole["longest"] * size
-        return longest_row(run, architecture, machine, processes, asked, first=first, tried=tried)
+    def found(size: int) -> LongestRow:
+        return longest_row(request.in_groups_of(size), asked, first=reached * size, tried=tried)
 
     def reaches(size: int, tokens: int) -> bool:
-        return _use(with_groups(config, size), architecture, machine, processes, tokens, tried) <= 1
+        return _use(_with_rows_of(request.in_groups_of(size), tokens), tried) <= 1
 
     with suppress(ConfigError):  # for the model, or for a setting
         row = found(sizes[-1])
-        if row["longest"] and row["limit"] == "positions":
-            smaller = next((size for size in sizes[:-1] if reaches(size, row["longest"])), None)
+        if row.longest and row.limit == "positions":
+            smaller = next((size for size in sizes[:-1] if reaches(size, row.longest)), None)
             row = found(smaller) if smaller else row
-        return row if (row["longest"] or 0) > whole["longest"] else None
+        return row if (row.longest or 0) > reached else None
     return None
 
 
-def _at(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    tokens: int,
-    *,
-    tight: bool,
-) -> dict[str, Any]:
-    """The key numbers of the plan for rows of so many tokens, one in a micro-batch.
+def _with_rows_of(request: Request, tokens: int) -> Request:
+    """The request with rows of so many tokens."""
+    facts = DataFacts.full_rows(tokens, request.config.train.seed)
+    return request.changed(facts=facts).with_batch_for(request.processes)
+
+
+def _plan_of(request: Request, *, tight: bool) -> Plan:
+    """The plan with one row in a micro-batch.
 
     If it is `tight`, with MLPs in tiles, since such a plan is the only one that fits.
     """
-    run, facts = _run_of(config, processes, tokens)
-    drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
+    run = request.in_groups_of(request.config.parallel.sequence_ranks)
+    drafts = leanest(candidates(run))
     kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
     tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
-    plan = plan_run(
-        run,
-        architecture,
-        facts,
-        machine,
-        processes,
-        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
-        explain=False,
-    )
-    assert plan.memory
-    return {
-        "row_tokens": tokens,
-        "engine": plan.engine,
-        "replicas": plan.replicas,
-        "effective_batch_size": plan.effective_batch_size,
-        "activations": plan.activations,
-        "mlp_tiles": plan.mlp_tiles,
-        "tokens_per_second": tokens_per_second(plan, facts),
-        "peak_bytes": plan.memory.peak_bytes,
-        "process_bytes": plan.memory.process_bytes,
-        "budget_bytes": plan.memory.budget_bytes,
-        "host_bytes": plan.memory.host.needed_bytes if plan.memory.host else None,
-    }
+
+    def as_lean(draft: Plan) -> bool:
+        return (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles
+
+    return fastest_plan(run, as_lean, explain=False)
 
 
-def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, DataFacts]:
-    facts = DataFacts.full_rows(tokens, config.train.seed)
-    return with_batch_for(config, facts, processes), facts
-
-
-def _use(
-    config: RunConfig,
-    architecture: Architecture,
-    machine: Machine,
-    processes: int,
-    tokens: int,
-    tried: Tried,
-) -> float:
+def _use(request: Request, tried: Tried) -> float:
     """The share of its budget that a process takes with the engine that takes least; of all if none fits.
 
     Infinite if the weights alone are too much for each engine.
     """
-    run, facts = _run_of(config, processes, tokens)
-    estimate = estimator_of_run(run, architecture, facts, machine, processes)
+    estimate = estimator_of(request)
     of_engine: dict[Engine, list[Plan]] = {}
-    for draft in leanest(drafts_of(run, architecture, facts, machine, processes)):
+    for draft in leanest(candidates(request)):
         of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}
     for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
         if engine in tried.too_large_for:
             continue
-        share = shares[engine] = _least_share(run, of_engine[engine], estimate)
+        share = shares[engine] = _least_share(request.config, of_engine[engine], estimate)
         if share == inf:
             tried.too_large_for.add(engine)
         if share <= 1:
@@ -281,10 +254,7 @@ def places_of(config: RunConfig, machine: Machine) -> tuple[str, ...]:
 
 
 def longest_rows(
-    config: RunConfig,
-    architecture: Architecture,
-    machine_of: Callable[[int], Machine],
-    counts: Sequence[int],
+    requests: Sequence[Request],
     modes: Sequence[str],
     asked: int | None = None,
     advance: Callable[[int], None] = lambda steps: None,
@@ -294,31 +264,28 @@ def longest_rows(
     RAM is looked at where memory of the device is the limit without it, and so are tokens that are divided.
 
     Args:
-        config: the run.
-        architecture: of the model.
-        machine_of: the machine with so many processes.
-        counts: of processes.
+        requests: the run on each number of processes.
         modes: of tuning.
         asked: as in `longest_row`.
         advance: called with the number of rows that were found.
     """
     rows = []
     for mode in modes:
-        for count in counts:
-            machine = machine_of(count)
-            for place in places_of(config, machine):
-                tuning = config.tuning.model_copy(update={"mode": mode})
-                run = with_offload(config.model_copy(update={"tuning": tuning}), place)
-                head, tried = {"mode": mode, "processes": count, "offload": place}, Tried()
-                asking = run, architecture, machine, count, asked
+        for request in requests:
+            in_mode = request.changed({"tuning.mode": mode})
+            for place in places_of(request.config, request.machine):
+                run, tried = in_mode.with_offload(place), Tried()
+                head = {"mode": mode, "processes": request.processes, "offload": place}
                 try:
-                    found = longest_row(*asking, tried=tried)
-                    divided = longest_divided_row(*asking, whole=found, tried=tried)
+                    whole = longest_row(run, asked, tried=tried)
+                    divided = longest_divided_row(run, asked, whole=whole, tried=tried)
                 except (ConfigError, DoesNotFitError) as error:
-                    found, divided = {"longest": None, "problem": str(error).splitlines()[0]}, None
+                    found, limit = [{"longest": None, "problem": str(error).splitlines()[0]}], None
+                else:
+                    found, limit = [row.to_json() for row in (whole, divided) if row], whole.limit
                 advance(1)
-                if place == "none" or config.parallel.offload == place or found["longest"]:
-                    rows += [head | row for row in (found, divided) if row]
-                if found.get("limit") == "positions":
+                if place == "none" or request.config.parallel.offload == place or found[0]["longest"]:
+                    rows += [head | row for row in found]
+                if limit == "positions":
                     break
     return rows

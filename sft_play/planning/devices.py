@@ -10,7 +10,8 @@ from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import asked_threads
 from sft_play.plan import Device
-from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
+from sft_play.reasons.evidence import Assumed, GuardKept, MemoryLimit, PredictionErrors, UnknownCapability
+from sft_play.reasons.reason import Reason
 from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
 from sft_play.sizing.corrections import read_overhead
 from sft_play.sizing.step import ASSUMED_CAPABILITY

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from sft_play.config.methods import PAGED
+from sft_play.choices.engines import WHOLE
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
@@ -12,7 +13,8 @@ from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
-from sft_play.reasons import Precision, Reason
+from sft_play.reasons.method import Precision
+from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
@@ -65,19 +67,6 @@ def leanest(drafts: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in lean if draft.mlp_tiles > 1] or lean
 
 
-def with_offload(config: RunConfig, place: str) -> RunConfig:
-    """The run that keeps what it can in this place, or nowhere, unless its config says where."""
-    if config.parallel.offload != "auto":
-        return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": place})})
-
-
-def with_groups(config: RunConfig, ranks: int) -> RunConfig:
-    """The run in which groups of so many processes divide the tokens of micro-batches."""
-    parallel = config.parallel.model_copy(update={"sequence_parallel_size": ranks})
-    return config.model_copy(update={"parallel": parallel})
-
-
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
     rate = scaled_learning_rate(config.train, draft.effective_batch_size)
@@ -94,17 +83,17 @@ def require_possible(config: RunConfig, device: Device) -> None:
         config.require_compatible()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    asked, optimizer = config.parallel.engine, config.train.optimizer
+    asked, unpaged = config.parallel.engine, OPTIMIZERS[config.train.optimizer].unpaged
     problem = engine_of(asked).problem(config) if asked != "auto" else None
     problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
     if asked != "auto" and engine_of(asked).joins_trained:
         problem = problem or _several_types(config, device)
     if problem:
         raise ConfigError(problem)
-    if optimizer.startswith(PAGED) and device.kind == "cpu":
+    if unpaged and device.kind == "cpu":
         raise ConfigError(
-            f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
-            f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
+            f"train.optimizer={config.train.optimizer}: states can be paged on a GPU only, and this is "
+            f"{device.name}; use {unpaged}"
         )
 
 
@@ -117,7 +106,7 @@ def _several_types(config: RunConfig, device: Device) -> str | None:
     return (
         f"parallel.engine={config.parallel.engine} joins all that is trained, which must have one type, but "
         f"without autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
-        "in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine=ddp"
+        f"in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine={WHOLE.name}"
     )
 
 
@@ -217,7 +206,6 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
                 "replicas": count,
                 "reshard_after_forward": not (keeps and engine.can_keep_gathered),
                 "defers_exchange": waits and engine.can_defer and place == "none",
-                "prefetch_layers": config.parallel.prefetch_layers if engine.can_keep_gathered else 1,
             }
 
 

@@ -26,11 +26,10 @@ from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.planning.divided import most_of_a_rank
-from sft_play.runlog import warn
-from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
+from sft_play.ui.console import warn
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
@@ -152,7 +151,7 @@ class DataFacts:
         Raises:
             ConfigError: model.max_seq_len is more than the model supports.
         """
-        limit = Architecture.of(model_config).ask(questions.position_limit)
+        limit = Architecture.of(model_config).facts.position_limit
         require_supported(config.model, limit)
         asked = config.model.max_seq_len
         length = min(UNSEEN_SEQ_LEN, limit or UNSEEN_SEQ_LEN) if asked == "auto" else asked
@@ -173,6 +172,11 @@ class DataFacts:
         """Tokens that a process sees in an average step of a plan, padding not counted."""
         weights = row_weights(self.shares) if self.shares else None
         return float(np.average(self.lengths, weights=weights)) * plan.rows_per_step / plan.world_size
+
+    def tokens_per_second(self, plan: Plan) -> float | None:
+        """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
+        tokens = self.tokens_per_process(plan) * plan.world_size
+        return tokens / plan.step_seconds if plan.step_seconds else None
 
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool

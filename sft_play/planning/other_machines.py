@@ -1,34 +1,27 @@
 """The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sft_play.config.methods import METHODS
-from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
-from sft_play.machine.gpus import Machine, what_if
+from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
 from sft_play.planning.clock import (
-    batches_of,
     mean_micro_batch,
     messages_of,
     plan_clock,
     sent_bytes,
     sequence_messages,
+    work_of_request,
 )
-from sft_play.planning.devices import training_threads
-from sft_play.planning.drafts import with_groups, with_offload
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.fewest import fewest_gpus, with_batch_for
-from sft_play.planning.groups import plan_in_groups
-from sft_play.planning.run import plan_run
+from sft_play.planning.fewest import fewest_gpus
+from sft_play.planning.planner import Accept, every, fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.speed import collectives_of, links_of
-from sft_play.sizing.architecture import AnyArchitecture
-from sft_play.sizing.estimator import work_of_plans
 
 SCALES = (1, 2, 4, 8)
 MODES = tuple(METHODS)
@@ -39,9 +32,7 @@ COMMON_GPUS = (
 )  # fmt: skip
 
 
-def scaling(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, *, least: int = 1
-) -> list[dict[str, Any]]:
+def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
     """The plan for 1, 2, 4 and 8 processes on devices like this machine's; `problem` if there is none.
 
     If `least` is more, for that many processes alone.
@@ -50,10 +41,12 @@ def scaling(
     """
     rows: list[dict[str, Any]] = []
     base: float | None = None  # seconds of a sequence on the fewest devices
+    config, machine = request.config, request.machine
     reference: int | None = config.train.reference_batch_size
     for world in SCALES if least <= SCALES[-1] else (least,):
+        run = request.changed(processes=world, machines=None)
         try:
-            plan = _plan_at_scale(config, model_config, facts, machine, world)
+            plan = _plan_at_scale(run)
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
@@ -61,14 +54,12 @@ def scaling(
         collectives = collectives_of(machine, world, plan.replicas)
         exchanged = alone = whole = None
         with contextlib.suppress(UntraceableModel):
-            threads = training_threads(machine, world) or 1
-            work_of = work_of_plans(model_config, batches_of(model_config, facts), threads)
-            work = work_of(config, plan, mean_micro_batch(facts, plan).tokens)
+            work = work_of_request(run)(config, plan, mean_micro_batch(run.facts, plan).tokens)
             exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
             exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
-            alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)
+            alone = plan_clock(run, link=False)(config, plan)
             if world == 1 or collectives:
-                whole = plan_clock(model_config, facts, machine, world)(config, plan)
+                whole = plan_clock(run)(config, plan)
         alone, whole = (seconds and seconds / plan.effective_batch_size for seconds in (alone, whole))
         base = base or whole or alone
         rows.append(
@@ -95,17 +86,15 @@ def scaling(
     return rows
 
 
-def _plan_at_scale(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, world: int
-) -> Plan:
-    """The plan for `world` processes.
+def _plan_at_scale(request: Request) -> Plan:
+    """The plan, whose adapters use an engine that trades speed for memory only if no other fits.
 
-    Adapters use an engine that trades speed for memory only if no other fits: they leave little to partition.
+    They leave little to partition.
     """
-    if config.parallel.engine == "auto" and config.tuning.mode != "full":
+    if request.config.parallel.engine == "auto" and request.config.tuning.mode != "full":
         with contextlib.suppress(DoesNotFitError):
-            return plan_run(config, model_config, facts, machine, world, accept=_keeps_speed, explain=False)
-    return plan_run(config, model_config, facts, machine, world, explain=False)
+            return fastest_plan(request, _keeps_speed, explain=False)
+    return fastest_plan(request, explain=False)
 
 
 def _keeps_speed(draft: Plan) -> bool:
@@ -113,70 +102,58 @@ def _keeps_speed(draft: Plan) -> bool:
 
 
 def plans_by_gpu(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, modes: tuple[str, ...], **gpus: Any
+    request: Request, modes: Sequence[str], count: int | None, *, batch_grows: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row for each common GPU: name, memory, and `plans_by_mode`, which has the other arguments."""
+    """A row for each common GPU: name, memory, and `plans_by_mode`, which has the arguments."""
     for name in COMMON_GPUS:
-        plans = plans_by_mode(config, model_config, facts, name, modes, **gpus)
-        yield {"gpu": name, "total_bytes": what_if(name).gpus[0].total_bytes, "plans": plans}
+        card = request.changed(machine=what_if(name))
+        plans = plans_by_mode(card, modes, count, batch_grows=batch_grows)
+        yield {"gpu": name, "total_bytes": card.machine.gpus[0].total_bytes, "plans": plans}
 
 
 def plans_by_mode(
-    config: RunConfig,
-    model_config: AnyArchitecture,
-    facts: DataFacts,
-    gpu: str,
-    modes: tuple[str, ...] = MODES,
+    request: Request,
+    modes: Sequence[str] = MODES,
+    count: int | None = None,
     *,
-    gpus: int | None = None,
     batch_grows: bool = True,
-    accept: Callable[[Plan], bool] = lambda draft: True,
+    accept: Accept = every,
 ) -> dict[str, dict[str, Any]]:
     """The key numbers of the plan for each tuning mode, or why there is none.
 
     Args:
-        config: the run.
-        model_config: the architecture.
-        facts: of the training rows.
-        gpu: a name in configs/hardware.yaml.
+        request: the run on a machine with such a GPU.
         modes: of tuning.
-        gpus: how many there are; default: the fewest that are enough.
+        count: of GPUs; default: the fewest that are enough.
         batch_grows: as in `fewest_gpus`.
-        accept: as in `plan_in_groups`, of plans for so many `gpus`.
+        accept: as in `fastest_plan`, of plans for so many GPUs.
     """
     plans: dict[str, dict[str, Any]] = {}
-    machine_of = partial(what_if, gpu)
     for mode in modes:
-        tuning = config.tuning.model_copy(update={"mode": mode})
-        run = with_offload(config.model_copy(update={"tuning": tuning}), "none")
+        run = request.changed({"tuning.mode": mode}).with_offload("none")
         try:
-            count = gpus or fewest_gpus(run, model_config, facts, machine_of, batch_grows=batch_grows) or 1
-            run = run if gpus else with_batch_for(run, facts, count)
-            machine = what_if(gpu, count)
-            plan = plan_in_groups(run, model_config, facts, machine, count, accept=accept, explain=False)
+            gpus = count or fewest_gpus(run, batch_grows=batch_grows) or 1
+            run = (run if count else run.with_batch_for(gpus)).on_gpus(gpus)
+            plan = fastest_plan(run, accept, explain=False)
         except (ConfigError, DoesNotFitError) as error:
             plans[mode] = {"problem": str(error).splitlines()[0]}
             continue
         plans[mode] = {
-            "gpus": count,
+            "gpus": gpus,
             "effective_batch_size": plan.effective_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "sequence_ranks": plan.sequence_ranks,
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(
-                with_groups(run, plan.sequence_ranks), model_config, facts, machine, plan
-            ),
-            "tokens_per_second": tokens_per_second(plan, facts),
-            "gpu_hours": gpu_hours(plan) if facts.seen else None,
+            "least_bytes": _least_bytes(run.in_groups_of(plan.sequence_ranks), plan),
+            "tokens_per_second": run.facts.tokens_per_second(plan),
+            "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
         }
     return plans
 
 
-def _least_bytes(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, chosen: Plan
-) -> int | None:
+def _least_bytes(request: Request, chosen: Plan) -> int | None:
     """The peak with micro-batch 1 and all activations recomputed, with the engine of the chosen plan.
 
     None if the memory is unknown; that of the chosen plan if the config allows no smaller one.
@@ -185,24 +162,16 @@ def _least_bytes(
         return None
 
     def smallest(draft: Plan) -> bool:
-        saves = draft.recomputes or config.train.gradient_checkpointing is False
+        saves = draft.recomputes or request.config.train.gradient_checkpointing is False
         same = (draft.engine, draft.offload) == (chosen.engine, chosen.offload)
         return same and saves and draft.micro_batch_size == 1
 
     least = None
     with contextlib.suppress(ConfigError, DoesNotFitError):
-        least = plan_run(
-            config, model_config, facts, machine, chosen.world_size, accept=smallest, explain=False, mix=False
-        ).memory
+        least = fastest_plan(request, smallest, explain=False, mix=False).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 
 
 def gpu_hours(plan: Plan) -> float | None:
     """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
     return plan.step_seconds and plan.step_seconds * plan.total_steps * plan.world_size / 3600
-
-
-def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:
-    """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
-    tokens = facts.tokens_per_process(plan) * plan.world_size
-    return tokens / plan.step_seconds if plan.step_seconds else None

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of, label_of
 from sft_play.plan import Plan
-from sft_play.reasons import Reason, WeightsAlone
-from sft_play.sizing import questions
+from sft_play.reasons.choices import WeightsAlone
+from sft_play.reasons.reason import Reason
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import BYTES_PER_ELEMENT
@@ -33,8 +33,7 @@ def within_reach(
 def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
     """The least that a process holds of the base's weights, in the type in which its engine keeps them."""
     if config.tuning.mode == "qlora":
-        found = architecture.ask(questions.four_bit)
-        size = found.bytes(found.packed)
+        size = architecture.modules.four_bit_bytes
     else:
-        size = architecture.ask(questions.weights) * BYTES_PER_ELEMENT[StepSpec.of(config, plan).dtype]
+        size = architecture.modules.weights * BYTES_PER_ELEMENT[StepSpec.of(config, plan).dtype]
     return size // plan.shards if engine_of(plan.engine).shards_weights else size

@@ -7,7 +7,9 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.reasons import MasterWeights, Reason, StatesOnDisk
+from sft_play.reasons.choices import StatesOnDisk
+from sft_play.reasons.method import MasterWeights
+from sft_play.reasons.reason import Reason
 
 
 def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
@@ -31,16 +33,14 @@ def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[tuple[RunConfig, Pla
     bf16 = plan.device == "cpu" or plan.mixed_precision == "bf16"
     if config.tuning.mode == "full" and bf16 and not engine_of(plan.engine).casts_model:
         dtype = "bfloat16" if plan.dtype == "float32" else "float32"
-        changed = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        yield changed, replace(plan, dtype=dtype)
+        yield config.changed({"model.dtype": dtype}), replace(plan, dtype=dtype)
 
 
 def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
     """What `parallel.nvme_path` saves: the same plan without it is sized."""
     folder = config.parallel.nvme_path
     if folder and plan.memory:
-        parallel = config.parallel.model_copy(update={"nvme_path": None})
-        kept = estimate(config.model_copy(update={"parallel": parallel}), plan, complete=True)
+        kept = estimate(config.changed({"parallel.nvme_path": None}), plan, complete=True)
         files = "AdamW's states" + " and weights" * engine_of(plan.engine).weights_on_disk
         yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
 

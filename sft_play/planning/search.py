@@ -43,7 +43,7 @@ from sft_play.planning.mixes import mixes
 from sft_play.planning.savings import master_weights, states_on_disk
 from sft_play.planning.spare import at_worst, with_less_sent
 from sft_play.planning.tiles import why_tiled, worth_sizing
-from sft_play.reasons import (
+from sft_play.reasons.choices import (
     Activations,
     Dealing,
     EffectiveBatch,
@@ -51,9 +51,9 @@ from sft_play.reasons import (
     MicroBatch,
     Offload,
     OtherKind,
-    Reason,
     Unsized,
 )
+from sft_play.reasons.reason import Reason
 from sft_play.report.misfit import misfit_text
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.

@@ -14,7 +14,8 @@ from math import inf
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.plan import Estimator, Plan
-from sft_play.reasons import GatheredWeights, PrefetchedLayers, Reason
+from sft_play.reasons.choices import GatheredWeights
+from sft_play.reasons.reason import Reason
 from sft_play.sizing.step import MOST_SHARDS
 
 # Each process has the scales of all NF4 weights: absmax of 64 in a byte, and fp32 for 256 of these, beside
@@ -129,8 +130,7 @@ def _in_the_fastest_way(
             break
     if why.cause == "faster" and plan.reshard_after_forward:
         why = GatheredWeights("exceed")
-    ahead = [PrefetchedLayers(plan.prefetch_layers)] if plan.prefetch_layers > 1 else []
-    return plan, [why, *ahead] if engine.can_keep_gathered else []
+    return plan, [why] if engine.can_keep_gathered else []
 
 
 def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:

@@ -20,13 +20,13 @@ from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import LARGEST_MACHINE, link_speed
 from sft_play.machine.gpus import Gpu, Machine
-from sft_play.machine.process import importing_torch
+from sft_play.machine.process import importing_libraries
 from sft_play.planning.devices import training_device, training_threads
 from sft_play.planning.drafts import choose_precision
 from sft_play.planning.plausible import believed
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
-from sft_play.report.progress import spinner
-from sft_play.runlog import warn
+from sft_play.ui.console import warn
+from sft_play.ui.progress import spinner
 
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
@@ -150,7 +150,7 @@ def saved_profile(
         found = None
     if found is not None and (BF16 in found.products or not sixteen_bit):
         return found
-    with importing_torch():
+    with importing_libraries():
         from sft_play.planning import measurement
 
     with spinner("measuring what operations cost here, once"):

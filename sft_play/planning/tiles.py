@@ -10,7 +10,7 @@ from dataclasses import replace
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.plan import Plan
-from sft_play.reasons import Tiles
+from sft_play.reasons.choices import Tiles
 
 MOST, FEWEST = 8, 4
 TILE_TOKENS = 1024  # at least, where nobody says how many tiles there are

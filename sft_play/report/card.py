@@ -9,12 +9,12 @@ from typing import Any
 from sft_play.config.inputs import asked_name, training_paths
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
-from sft_play.files import write_atomic
+from sft_play.files import storing, write_atomic
 from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.tables import MISSING, formatted, metric_rows, run_values, with_perplexity
-from sft_play.runlog import RunDir, read_json, storing
+from sft_play.runlog import RunDir, read_json
 from sft_play.spelling import as_typed
 from sft_play.units import format_duration
 

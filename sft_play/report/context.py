@@ -10,7 +10,7 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
 from sft_play.report.layout import bullets, columns
 from sft_play.report.tables import formatted
-from sft_play.screen import Words
+from sft_play.ui.screen import Words
 from sft_play.units import GIB, counted, plural
 
 

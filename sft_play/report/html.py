@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from sft_play.files import write_atomic
-from sft_play.runlog import storing
+from sft_play.files import storing, write_atomic
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"

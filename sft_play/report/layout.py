@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
-from sft_play.screen import LEAST_NAMES, Command, NamedValues, Words
 from sft_play.spelling import as_typed
+from sft_play.ui.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig

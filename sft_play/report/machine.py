@@ -8,7 +8,7 @@ from rich.text import Text
 from sft_play.machine.gpus import Gpu, GpuProcess, Machine
 from sft_play.report.layout import columns
 from sft_play.report.tables import formatted
-from sft_play.screen import Words
+from sft_play.ui.screen import Words
 from sft_play.units import counted, format_bytes
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from sft_play.plan import HostMemory, Memory, Plan
-from sft_play.report.reasons import ACTIVATIONS
+from sft_play.reasons.choices import ACTIVATIONS
 from sft_play.units import counted, format_bytes
 
 
@@ -32,9 +32,10 @@ def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -
     If there are none, what that means on a machine with or without `gpus`.
     """
     if not ways and gpus:
-        return "no setting makes it fit, nor do 512 such GPUs; use a smaller model, or a GPU with more memory"
+        more = "nor do 512 such GPUs; use a smaller model, or a GPU with more memory"
+        return f"no single setting makes it fit, {more}"
     if not ways:
-        return "no setting makes it fit; use a smaller model, or a machine with more memory"
+        return "no single setting makes it fit; use a smaller model, or a machine with more memory"
     lines = ["any one of these makes it fit:" if ways[1:] else "this makes it fit:"]
     for command, plan, speed in ways:
         assert plan.memory

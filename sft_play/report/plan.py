@@ -9,11 +9,11 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.reasons.evidence import link_text
 from sft_play.report.layout import Bar, apart, bullets, columns
-from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
-from sft_play.screen import NamedValues, Words
 from sft_play.spelling import as_typed
+from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind

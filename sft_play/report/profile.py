@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.layout import apart, columns
-from sft_play.screen import Words
+from sft_play.ui.screen import Words
 from sft_play.units import format_bytes
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.methods import METHODS
+from sft_play.reasons.choices import ranks_text
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blocks, machine_line, shown
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.plots import histogram
-from sft_play.report.reasons import ranks_text
 from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (

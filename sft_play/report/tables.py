@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.plan import EARLIER
+from sft_play.reasons.choices import ranks_text
 from sft_play.report.layout import apart, columns, ending
-from sft_play.report.reasons import ranks_text
-from sft_play.screen import NamedValues, Words
+from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word

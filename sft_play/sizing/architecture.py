@@ -14,7 +14,8 @@ from sft_play.errors import ConfigError
 from sft_play.machine.process import importing_libraries
 from sft_play.model.files import model_key
 from sft_play.model.published import asked_before_the_hub
-from sft_play.report.progress import LIBRARIES, spinner
+from sft_play.sizing.model_facts import ModelFacts, ModuleFacts, model_facts, module_facts
+from sft_play.ui.progress import LIBRARIES, spinner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,16 @@ class Architecture:
     def config(self) -> "PretrainedConfig":
         """The config."""
         return self._load()
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What its config tells."""
+        return self.ask(model_facts)
+
+    @cached_property
+    def modules(self) -> ModuleFacts:
+        """What its modules tell, which takes a second or so to find out."""
+        return self.ask(module_facts)
 
     def ask(self, question: Callable[["PretrainedConfig", *About], T], *about: *About) -> T:
         """The answer to one of `sizing.questions`, kept or found now; raises what the question does."""

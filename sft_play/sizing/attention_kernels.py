@@ -13,7 +13,7 @@ from sft_play.model.architecture import setting
 from sft_play.model.attention import type_name
 from sft_play.model.attention_choice import attention_dropout, has_sinks
 from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
-from sft_play.reasons import AttentionKernel
+from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import StepSpec

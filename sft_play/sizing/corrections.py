@@ -11,7 +11,8 @@ from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
 from sft_play.plan import EARLIER, PROFILED, Estimator, Memory, Plan
-from sft_play.reasons import Corrected, RanOutBefore, Reason
+from sft_play.reasons.evidence import Corrected, RanOutBefore
+from sft_play.reasons.reason import Reason
 from sft_play.sizing.step import step_code
 from sft_play.units import KIB
 

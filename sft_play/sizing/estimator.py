@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
 from sft_play.errors import UntraceableModel
-from sft_play.machine.process import importing_torch
+from sft_play.machine.process import importing_libraries
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -25,6 +25,7 @@ from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
+from sft_play.sizing.model_facts import require_packable
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace_files import load_trace, save_trace
 from sft_play.timeline import LayersDiffer, Step, StepTrace
@@ -167,12 +168,12 @@ class Traces:
         spec = self._on_device(spec)
         if not spec.kept_layers:
             return self._step_of(spec)
-        kinds = self.architecture.ask(questions.layer_kinds)
+        kinds = self.architecture.modules.layer_kinds
         if not kinds or self._all_layers.get(spec.divided):
             raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
-        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers, spec.reach))
+        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
         try:
-            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers, spec.reach))
+            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers))
         except LayersDiffer as error:
             raise UntraceableModel(f"its layers differ: {error}") from error
 
@@ -260,7 +261,7 @@ class Traces:
         known, (size, share) = self._known(spec), size_of(spec)
         if (size, share) in known:
             return known[size, share]
-        with importing_torch():  # most plans need no new trace
+        with importing_libraries():  # most plans need no new trace
             from sft_play.sizing.trace import trace_step
 
         try:
@@ -299,7 +300,7 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            questions.require_packable(ask(questions.four_bit))
+            require_packable(traces.architecture.facts, traces.architecture.modules)
         batches = batches_of(plan)
         steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)

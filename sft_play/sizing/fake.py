@@ -21,11 +21,11 @@ from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import NF4_BLOCK, NF4_SUPERBLOCK, nf4
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.layers import choose_layers, with_kept
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL
+from sft_play.upstream.patching import patched
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,7 +55,7 @@ def skeleton(
         attn_implementation=_attention_to_trace(config, spec),
     )
     cut = not (all_layers or names_layers(spec.lora))
-    stand_ins = keep_one_of_each_kind(model, spec.kept_layers, spec.reach) if cut else ()
+    stand_ins = keep_one_of_each_kind(model, spec.kept_layers) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
@@ -116,13 +116,13 @@ def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:
                 yield path, type(module).__name__, name, value
 
 
-def keep_one_of_each_kind(model: "PreTrainedModel", kept_layers: int, ends: int = 1) -> tuple[int, ...]:
+def keep_one_of_each_kind(model: "PreTrainedModel", kept_layers: int) -> tuple[int, ...]:
     """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins.
 
-    The last `kept_layers` allocate differently from the others; `ends` as in `choose_layers`.
+    The last `kept_layers` allocate differently from the others.
     """
     owner, name, layers = decoder_layers(model)
-    kept, stand_ins = choose_layers(with_kept(layer_kinds(layers), kept_layers), ends)
+    kept, stand_ins = choose_layers(with_kept(layer_kinds(layers), kept_layers))
     setattr(owner, name, torch.nn.ModuleList(layers[index] for index in kept))
     count = len(layers)
     configs = [getattr(module, "config", None) for module in model.modules()]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.kernels import SymbolicRecorder
+from sft_play.upstream.patching import patched
 
 
 @contextmanager

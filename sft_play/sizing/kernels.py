@@ -13,7 +13,6 @@ Only differences that cost memory are modeled. Sources: PyTorch's flash_api.cpp 
 bitsandbytes' backends (4-bit products).
 """
 
-import builtins
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sft_play.errors import ConfigError
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import Capability
 from sft_play.sizing import liger_kernels
@@ -33,6 +31,7 @@ from sft_play.sizing.operations import nbytes
 from sft_play.sizing.product_scratch import Rules
 from sft_play.sizing.recorder import AllocationRecorder, counted
 from sft_play.units import SIXTEEN_BIT
+from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
 
 # CUDA autocast casts the inputs of the first group to fp32, and only the result of the second one; CPU
@@ -253,27 +252,6 @@ def _cuda_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not training or p == 0:
         return tensor
     return torch.native_dropout(tensor, p, True)[0]
-
-
-@contextmanager
-def patched(target: Any, name: str, value: Any, *, builtin: bool = False) -> Iterator[None]:
-    """Sets `target.name`, or with `builtin` one of Python's own names there, to `value` within this context.
-
-    Raises:
-        ConfigError: there is no such name, so the patch would have no effect.
-    """
-    if not hasattr(builtins if builtin else target, name):
-        raise ConfigError(
-            f"{target.__name__} has no {name}, which {__name__} replaces: memory cannot be predicted with "
-            "this version of the library; run `make install` for one that is supported"
-        )
-    missing = object()
-    before = vars(target).get(name, missing)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        delattr(target, name) if before is missing else setattr(target, name, before)
 
 
 def _noop(*args: Any, **kwargs: Any) -> None:

@@ -10,18 +10,16 @@ from dataclasses import replace
 from sft_play.timeline import StepTrace
 
 
-def choose_layers(kinds: Sequence[int], ends: int = 1) -> tuple[list[int], tuple[int, ...]]:
-    """Which layers to trace: the first and the last ones, and one of each kind between them.
+def choose_layers(kinds: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Which layers to trace: the first and the last one, and one of each kind between them.
 
-    `choose_layers([0, 0, 1, 0, 1, 0])` is ([0, 1, 2, 5], (0, 1, 2, 1, 2, 3)). At each end, `ends` layers are
-    traced: so many on is the farthest one to which a layer hands something.
+    `choose_layers([0, 0, 1, 0, 1, 0])` is ([0, 1, 2, 5], (0, 1, 2, 1, 2, 3)).
 
     Returns:
         The traced layers, and for each layer the position among them of the one that represents it.
     """
     layers = range(len(kinds))
-    first, last = layers[:ends], layers[max(ends, len(kinds) - ends) :]
-    inner = layers[ends : len(kinds) - ends]
+    first, inner, last = layers[:1], layers[1:-1], layers[max(1, len(kinds) - 1) :]
     middle: dict[int, int] = {}
     for index in inner:
         middle.setdefault(kinds[index], index)
@@ -41,17 +39,17 @@ def with_kept(kinds: Sequence[int], kept_layers: int) -> list[int]:
     return [kind + other * ((index >= first) + 2 * (index == first - 1)) for index, kind in enumerate(kinds)]
 
 
-def stand_ins_of(kinds: Sequence[int], kept_layers: int, ends: int = 1) -> tuple[int, ...]:
+def stand_ins_of(kinds: Sequence[int], kept_layers: int) -> tuple[int, ...]:
     """The traced layer that represents each layer if so many of the last ones keep their activations."""
-    return choose_layers(with_kept(kinds, kept_layers), ends)[1]
+    return choose_layers(with_kept(kinds, kept_layers))[1]
 
 
-def fewest_kept_alike(kinds: Sequence[int], kept_layers: int, ends: int = 1) -> int:
+def fewest_kept_alike(kinds: Sequence[int], kept_layers: int) -> int:
     """The smallest number of kept layers of which the same layers are traced, in the same order."""
 
     def traced(kept: int) -> list[int]:
         mixed = with_kept(kinds, kept)
-        return [mixed[index] for index in choose_layers(mixed, ends)[0]]
+        return [mixed[index] for index in choose_layers(mixed)[0]]
 
     wanted = traced(kept_layers)
     return next(kept for kept in range(1, kept_layers + 1) if traced(kept) == wanted)

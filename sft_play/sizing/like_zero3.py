@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.upstream.patching import patched
 
 
 class KeepingLinear(torch.autograd.Function):

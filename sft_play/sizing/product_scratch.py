@@ -20,7 +20,7 @@ import numpy as np
 from sft_play.cache import entry, read_value, write_value
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.host import cpu_info
-from sft_play.machine.process import importing_torch
+from sft_play.machine.process import importing_libraries
 from sft_play.units import SIXTEEN_BIT
 
 OPERATIONS = ("mm", "addmm", "bmm")  # of torch.ops.aten
@@ -116,7 +116,7 @@ def _rules_in(path: Path, dtype: str, threads: int) -> Rules:
 
 def _measured(dtype: str, threads: int) -> Iterator[tuple[str, list[tuple[Product, int]]]]:
     """What each operation took, by the allocator's events; operands as in forward and backward passes."""
-    with importing_torch():
+    with importing_libraries():
         import torch
 
         from sft_play.sizing.cpu_meter import MARK, allocator_events, mark

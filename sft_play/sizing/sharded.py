@@ -31,11 +31,12 @@ from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture import units_of
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
-from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.like_zero3 import like_zero3
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
+from sft_play.upstream.patching import patched
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -262,7 +263,6 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
             defers_exchange=spec.defers_exchange,
             regathers=spec.regathers,
             reshard_after_forward=spec.reshard_after_forward,
-            prefetch_layers=spec.prefetch_layers,
         )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)

@@ -175,7 +175,6 @@ class StepSpec:
     offload: bool = False  # what is divided is in RAM, and copied to the device for use
     regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
     reshard_after_forward: bool = True  # else all that is gathered stays so until the backward pass is over
-    prefetch_layers: int = 1  # how many layers ahead what is divided is gathered
     replicated: bool = False  # on several machines, over which gradients are reduced
     defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
     exchanges: bool = True  # or else another micro-batch of the step follows, until which they wait
@@ -198,14 +197,6 @@ class StepSpec:
     def divided(self) -> bool:
         """Whether tensors are divided, though it may be for one process."""
         return self.shards > 1 or self.offload
-
-    @property
-    def reach(self) -> int:
-        """How many layers on the farthest one is to which a layer hands something.
-
-        What is gathered ahead is freed after the layer that it is for, unless torch gathers it by itself.
-        """
-        return self.prefetch_layers + (self.prefetch_layers > 1)
 
     @property
     def tokens(self) -> int:
@@ -332,7 +323,6 @@ class StepSpec:
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
             reshard_after_forward=plan.reshard_after_forward,
-            prefetch_layers=plan.prefetch_layers,
             exchanges=not (waits and micro and (micro.first or not micro.last)),
             **_batches(plan, micro, evaluated),
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from sft_play.choices.optimizers import make_optimizer, optimizer_state
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.process import collector_off
 from sft_play.model import inputs_in_ram
@@ -34,15 +35,14 @@ from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import (
     SymbolicRecorder,
     attributed_loss,
-    patched,
     simulate_cpu,
     simulate_cuda,
 )
-from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
+from sft_play.upstream.patching import patched
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -239,7 +239,9 @@ def _optimizer_with_states(
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")
-            optimizer.state[parameter] = optimizer_state(parameter, spec, embedding=parameter in embeddings)
+            optimizer.state[parameter] = optimizer_state(
+                spec.optimizer, parameter, spec.device, embedding=parameter in embeddings
+            )
             for value in optimizer.state[parameter].values():
                 if isinstance(value, torch.Tensor) and value.device.type != "meta":  # not paged
                     recorder.add(value, "optimizer")
@@ -253,7 +255,7 @@ def update_bytes(spec: StepSpec, elements: int) -> int:
         vector.grad = torch.empty(elements)
         with unset_fake_temporarily():
             optimizer = make_optimizer(spec.optimizer, [vector])
-        optimizer.state[vector] = optimizer_state(vector, spec, embedding=False)
+        optimizer.state[vector] = optimizer_state(spec.optimizer, vector, spec.device)
         recorder = SymbolicRecorder(**_settings(spec))
         for value in (vector, vector.grad, *optimizer.state[vector].values()):
             if isinstance(value, torch.Tensor):

@@ -21,10 +21,10 @@ from sft_play.report.plots import COLOURS
 from sft_play.report.run_page import run_page
 from sft_play.report.runs_page import TEMPLATE as RUNS
 from sft_play.report.runs_page import runs_page
-from sft_play.screen import write_stderr
 from sft_play.studio.explorer import explore
 from sft_play.studio.folder import Recent, RunsFolder, Version, planned
 from sft_play.studio.planner import Planner
+from sft_play.ui.screen import write_stderr
 from sft_play.units import capitalized
 
 STUDIO = "studio.html.j2"

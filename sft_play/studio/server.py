@@ -11,9 +11,9 @@ from types import FrameType
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from sft_play.launch.nodes import LOOPBACK, free_port
-from sft_play.runlog import console
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Planner
+from sft_play.ui.console import console
 
 PORT = 7007
 IDLE_S = 30  # a connection on which nothing comes is closed

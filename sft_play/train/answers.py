@@ -19,9 +19,10 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.attention_table import NAME
 from sft_play.model.generation import Answer, generate, generate_answers
 from sft_play.model.weights import release_memory
-from sft_play.runlog import RunDir, warn
+from sft_play.runlog import RunDir
 from sft_play.train.recovery import is_out_of_memory
 from sft_play.train.session import Session
+from sft_play.ui.console import warn
 
 
 def answers_of(session: Session, prompts: Sequence[Sequence[int]], name: str) -> list[Answer] | None:

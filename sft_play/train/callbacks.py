@@ -11,9 +11,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, append_metrics, console
+from sft_play.runlog import RunDir, append_metrics
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
+from sft_play.ui.console import console
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
-from sft_play.engines.base import Engine
+from sft_play.engines.base import FILE_OF_RANK, Engine
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.errors import CheckpointError
 from sft_play.files import publish
@@ -32,9 +33,10 @@ from sft_play.manifest import (
 )
 from sft_play.model.files import foreign_weights
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
+from sft_play.ui.console import warn
 
 STATE = "trainer_state.json"
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
@@ -125,7 +127,7 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     """
     if is_split_as(checkpoint, engine_of(plan.engine), processes):
         return False
-    if config.train.optimizer == "adamw":
+    if "cut" in OPTIMIZERS[config.train.optimizer].divided:
         return True
     saved, found = saved_by(checkpoint), "in one piece"
     count, engine = plan.world_size, next(known for known in ENGINES if known.distributes)
@@ -269,7 +271,7 @@ class CheckpointWriter:
         return {path: entry for where, found in everyone if where == machine for path, entry in found.items()}
 
     def _wrote(self, path: str) -> bool:
-        rank = self._engine.file_of_rank.search(path)
+        rank = FILE_OF_RANK.search(path)
         return int(rank[1]) == self._job.ranks.rank if rank else self._job.keeps_files
 
     def best_is_whole(self, state: TrainerState) -> bool:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.choices.optimizers import optimizer_state, state_bytes
 from sft_play.engines.registry import engine_of
 from sft_play.engines.stored import whole_elements
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
-from sft_play.runlog import RunDir, warn
-from sft_play.sizing.optimizers import optimizer_state, state_bytes
-from sft_play.sizing.step import StepSpec
+from sft_play.runlog import RunDir
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
+from sft_play.ui.console import warn
 from sft_play.units import format_bytes
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -97,17 +97,17 @@ def _kept(session: Session) -> list[torch.Tensor]:
 def checkpoint_bytes(session: Session) -> int:
     """Size of a checkpoint: the weights, and the optimizer's state of each trained one."""
     job, model = session.job, session.trainer.model
-    spec, engine = StepSpec.of(job.config, job.plan), engine_of(job.plan.engine)
+    optimizer, device, engine = job.config.train.optimizer, job.plan.device, engine_of(job.plan.engine)
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
     elements = sum(whole_elements(weight) for weight in trained)
-    of_each = (_state_bytes_of(weight, spec) for weight in trained)
-    kept = state_bytes(spec, elements) if engine.shards_state else sum(of_each)  # sharded: of one fp32 vector
+    of_each = (_state_bytes_of(weight, optimizer, device) for weight in trained)
+    kept = state_bytes(optimizer, device, elements) if engine.shards_state else sum(of_each)
     return weights_bytes(session) + engine.state_on_disk(elements, kept)
 
 
-def _state_bytes_of(weight: torch.Tensor, spec: StepSpec) -> int:
+def _state_bytes_of(weight: torch.Tensor, optimizer: str, device: str) -> int:
     with torch.device("meta"):
-        state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
+        state = optimizer_state(optimizer, torch.empty_like(weight, device="meta"), device)
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -26,7 +26,6 @@ from sft_play.model.loss_head import token_loss
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
-from sft_play.report.progress import spinner
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.phase_meter import PhaseMeter
@@ -38,6 +37,7 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
+from sft_play.ui.progress import spinner
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
 WARM_UP = "warm-up"  # phase of the first

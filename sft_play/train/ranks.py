@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from sft_play.choices.engines import SEVERAL
 from sft_play.engines.registry import engine_of
 from sft_play.errors import LaunchError, first_line
 from sft_play.job import Job, agreed_plan, find_plan, job_digest
@@ -20,8 +21,8 @@ from sft_play.model.build import local_device
 from sft_play.plan import Plan
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
-from sft_play.report.progress import spinner
-from sft_play.runlog import console, warn
+from sft_play.ui.console import console, warn
+from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration
 
 Value = TypeVar("Value")
@@ -135,10 +136,11 @@ def agree_on_files(job: Job) -> Job:
         )
     engine = engine_of(job.plan.engine)
     if engine.shards_weights and not all(seen):
+        whole = [f"ENGINE={row.name}" for row in SEVERAL.values() if not row.shards_weights]
         raise LaunchError(
             f"{engine.label} over several machines needs a run directory that all of them share, since none "
             f"has all of a checkpoint, and each has a {job.run.path} of its own: set output.dir to a folder "
-            "on a shared disk, or take ENGINE=ddp or ENGINE=deepspeed_z2"
+            f"on a shared disk, or take {' or '.join(whole)}"
         )
     return replace(job, run=replace(job.run, shared=all(seen)))
 

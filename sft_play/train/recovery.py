@@ -22,13 +22,14 @@ from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.process import handling
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
-from sft_play.report.reasons import batch_sentence
-from sft_play.runlog import console, read_json
+from sft_play.reasons.choices import EffectiveBatch
+from sft_play.runlog import read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
+from sft_play.ui.console import console
 from sft_play.units import counted
 
 
@@ -96,10 +97,10 @@ def smaller_job(job: Job) -> Job:
 
 def _with(job: Job, section: str, **settings: Any) -> Job:
     """The job with other settings in a section of its config."""
-    changed = getattr(job.config, section).model_copy(update=settings)
-    config = job.config.model_copy(update={section: changed})
-    typed = (f"{section}.{name}={value}" for name, value in settings.items())
-    resolved = replace(job.resolved, config=config, overrides=(*job.resolved.overrides, *typed))
+    named = {f"{section}.{name}": value for name, value in settings.items()}
+    typed = (f"{name}={value}" for name, value in named.items())
+    config, overrides = job.config.changed(named), (*job.resolved.overrides, *typed)
+    resolved = replace(job.resolved, config=config, overrides=overrides)
     return replace(job, resolved=resolved)
 
 
@@ -109,7 +110,7 @@ def continuation(job: Job) -> str:
     start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
     start = "from the last checkpoint" if by_step(job.run) else start
     recomputed = ", activations recomputed" if job.plan.recomputes else ""
-    return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"
+    return f"going on {start} with a smaller plan: {EffectiveBatch(job.plan)}{recomputed}"
 
 
 AGAIN_SECONDS = 1.0

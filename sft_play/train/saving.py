@@ -18,10 +18,10 @@ from sft_play.fingerprints import installed_versions
 from sft_play.manifest import CARD, replacing
 from sft_play.model.decomposition import save_trained
 from sft_play.model.generation import unknown_stops
-from sft_play.report.progress import spinner
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.ranks import from_all
 from sft_play.train.session import Session
+from sft_play.ui.progress import spinner
 
 Types = Mapping[str, torch.dtype]  # name of a weight -> the type to save it in
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
@@ -30,7 +30,6 @@ from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.batch import nearest_multiples
 from sft_play.planning.speed import peak_flops
-from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, RamWatch, Reporter
@@ -42,6 +41,7 @@ from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, valid
 from sft_play.train.trackers import trackers
 from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
+from sft_play.ui.progress import LOADING, spinner
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,6 @@ EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # others have the names that transformers gives them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -290,13 +289,13 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
 
 
 def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    train = config.train
+    train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
     return dict(
         learning_rate=plan.learning_rate,
         # a schedule-free optimizer does the warmup itself
-        lr_scheduler_type="constant" if train.optimizer == SCHEDULE_FREE else SCHEDULES[train.lr_schedule],
+        lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
         warmup_steps=warmup_steps(train.warmup_ratio, plan.total_steps),
-        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
+        optim=optimizer.trainer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         router_aux_loss_coef=train.router_aux_loss_coef,

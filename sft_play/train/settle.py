@@ -14,14 +14,14 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.planning.measured_speed import Timing, read_speed, speed_path, write_times
 from sft_play.planning.speed import profile_of
+from sft_play.reasons.choices import ACTIVATIONS
 from sft_play.report.probe import probe_line
-from sft_play.report.reasons import ACTIVATIONS
-from sft_play.runlog import console, warn
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.session import Session, close_session, prepare_session
+from sft_play.ui.console import console, warn
 from sft_play.units import format_bytes, format_duration
 
 SEARCH_SECONDS = 60.0  # with train.probe=search

@@ -25,11 +25,11 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.store import column_of
 from sft_play.errors import first_line
 from sft_play.job import Job
-from sft_play.launch.tensorboard import link_run
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
 from sft_play.report.tables import METRICS, said_of
-from sft_play.runlog import RunDir, read_json, warn
+from sft_play.runlog import RunDir, read_json
+from sft_play.ui.console import warn
 from sft_play.units import format_bytes
 
 # The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.
@@ -175,7 +175,6 @@ class Board(_OfRun, TensorBoardCallback):
         """Opens the file, and describes the run in it."""
         if not state.is_world_process_zero:
             return
-        link_run(self._run)
         step, self.logging_dir = state.global_step, str(self._run.tensorboard)
         self.tb_writer = self._SummaryWriter(self.logging_dir, purge_step=step + 1 if step else 0)
         _describe(self.tb_writer, self._job, step)

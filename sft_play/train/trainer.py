@@ -11,11 +11,11 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.recomputation import adjust
-from sft_play.runlog import warn
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.nonfinite import (
@@ -29,6 +29,7 @@ from sft_play.train.nonfinite import (
 )
 from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches
+from sft_play.ui.console import warn
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -61,7 +62,7 @@ def forget_embeddings(args: TrainingArguments) -> None:
     It holds the embedding of a model for as long as the process lives, and knows its parameters by position,
     so that those of another run at the same places would have such states too.
     """
-    if args.optim.endswith("8bit"):
+    if any(each.trainer == args.optim and each.bits == 8 for each in OPTIMIZERS.values()):
         from bitsandbytes.optim import GlobalOptimManager
 
         GlobalOptimManager.get_instance().initialize()

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, Trainer
 from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
-from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
+from sft_play.launch.environment import IGNORED_VARIABLE
 from sft_play.model.sequence_parallel import KEY, Part, divide
 from sft_play.plan import Plan
-from sft_play.report.reasons import ranks_text
-from sft_play.runlog import console
+from sft_play.reasons.choices import ranks_text
 from sft_play.train.ranks import from_all
+from sft_play.ui.console import console
 from sft_play.units import format_bytes
 
 ISOLATION_TOKENS = 8
@@ -106,14 +106,14 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
     """Prints what runs where and how, as the libraries have it, before the first step."""
     accelerator = trainer.accelerator
     words = "tokens" if plan.packing else "sequences"
-    ignored = filter(None, os.environ.get(IGNORED_VARIABLE, "").split(","))
+    ignored = os.environ.get(IGNORED_VARIABLE, "").replace(",", ", ")
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
         f"Number of GPUs: {sum(device.startswith('cuda') for _, device in members)}",
         *_weights_held(trainer.model),
         f"Mixed precision: {accelerator.mixed_precision}",
-        *ignored_lines(ignored),
+        *([f"Ignored: {ignored}, since config and plan decide"] if ignored else []),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
         f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
         f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",

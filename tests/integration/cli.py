@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from sft_play import cli
-from sft_play.runlog import RunDir, read_metrics, set_console
+from sft_play.runlog import RunDir, read_metrics
+from sft_play.ui.console import set_console
 from tests.conftest import REPOSITORY
 
 # Libraries keep the stream that they find at their first import: these stay open, and write where the

@@ -160,7 +160,7 @@ def test_advice_for_the_most_processes_ends(finished):
     words = ["--gpus", str(MOST_PROCESSES), f"train.effective_batch_size={MOST_PROCESSES}"]
     words += ["--gpu", "RTX 4090", "train.batch_size=auto", "parallel.memory_gib=0.75"]
     done = sft("plan", "--config", finished.config, *words)
-    assert done.code == 4 and "no setting makes it fit" in done.err
+    assert done.code == 4 and "no single setting makes it fit" in done.err
 
 
 def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuses):

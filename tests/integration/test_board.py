@@ -10,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from sft_play.launch.tensorboard import LINKS
 from sft_play.runlog import read_metrics
 from sft_play.train.run import train
 from sft_play.train.trackers import _literal, show_answers
@@ -47,7 +46,6 @@ def job(tiny_model, tmp_path_factory):
     """A run of six steps."""
     rows = token_rows(100)
     found = make_job(tiny_model, tmp_path_factory.mktemp("board"), "board", rows=rows, **SETTINGS)
-    (found.run.path.parent / LINKS).mkdir()  # as TensorBoard's start does
     train(found)
     return found
 
@@ -126,8 +124,3 @@ def test_answers_and_their_scores_are_shown(job):
 )  # fmt: skip
 def test_an_answer_is_shown_as_it_is(text):
     assert shown(_literal(text)) == " ".join(text.split())
-
-
-def test_runs_are_called_by_their_names(job):
-    link = job.run.path.parent / LINKS / "board"
-    assert link.resolve() == job.run.tensorboard.resolve()

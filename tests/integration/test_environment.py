@@ -38,7 +38,7 @@ def test_the_environment_changes_nothing_of_a_run_and_the_banner_names_what_is_i
     assert done.code == 0, done.err
     assert losses(RunDir(tmp_path / "one")) == losses(finished.run)
     assert "Mixed precision: no" in done.out
-    assert "Ignored: ACCELERATE_MIXED_PRECISION, since train.mixed_precision decides" in done.out
+    assert "since config and plan decide" in done.out
     told = "".join(line for line in done.out.splitlines() if "Ignored: " in line)
     assert [name for name in CHANGES if name not in told] == []
 
@@ -57,4 +57,4 @@ def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(RunDir(tmp_path / "one")) == pytest.approx(losses(finished.run), rel=CLOSE)
     assert "Mixed precision: no" in done.stdout
-    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, since train.compile decides" in done.stdout
+    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, since config and plan decide" in done.stdout

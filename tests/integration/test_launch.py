@@ -272,11 +272,22 @@ def test_accelerate_reads_every_shipped_config_as_it_is_meant():
         assert config.use_cpu == ("cpu" in path.stem)
 
 
+def wait_for(server):
+    """Until it answers, for at most 60 s."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, server.port), timeout=1):
+            return
+        time.sleep(0.2)
+    pytest.fail("TensorBoard does not answer")
+
+
 @pytest.mark.thorough
 def test_tensorboard_serves_loopback_and_ends_with_the_training(tmp_path, capsys):
     with tensorboard.while_training(tmp_path):
         server = tensorboard.running(tmp_path)
         assert tensorboard.start(tmp_path) == server  # the one that runs is found again
+        wait_for(server)
         listening = [
             connection.laddr.ip
             for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.extras import install_command
 from sft_play.model.build import load_for_inference
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
@@ -71,7 +71,7 @@ def loss_of(model, rows) -> float:
     ],
 )
 def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(model_of, tmp_path, kind):
-    if kind.get("optimizer") == SCHEDULE_FREE:
+    if OPTIMIZERS[kind.get("optimizer", "adamw")].averages:
         pytest.importorskip("schedulefree", reason=f"run `{install_command('schedulefree')}`")
     model, kind = model_of(kind)
     whole = make_job(model, tmp_path / "whole", "run", **SETTINGS, **kind)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft_play.config.methods import SCHEDULE_FREE
-from sft_play.engines.zero2 import Zero2
+from sft_play.choices.engines import TRAITS
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.processes import assert_same_curve, launch_jobs
@@ -28,7 +28,7 @@ COMMON = {
 }  # fmt: skip
 NEW = {"new_tokens": NEW_TOKENS, "rows": new_token_rows(31), "val": new_token_rows(11, seed=1)}
 OUTER = {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}}
-FREE = {"optimizer": SCHEDULE_FREE, "lr_schedule": "constant", "warmup_ratio": 0.3}
+FREE = {"optimizer": "schedule_free_adamw", "lr_schedule": "constant", "warmup_ratio": 0.3}
 KINDS = {
     "neftune": {"neftune_noise_alpha": 5.0},
     "neftune-padded": {"neftune_noise_alpha": 5.0, "padding_free": False},
@@ -56,7 +56,9 @@ if not find_spec("schedulefree"):
     del KINDS["schedule-free"]
 WITH_ADAMW = [kind for kind, settings in KINDS.items() if "optimizer" not in settings]
 WITH_ZERO2 = [
-    kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in Zero2.optimizers
+    kind
+    for kind, settings in KINDS.items()
+    if TRAITS["deepspeed_z2"].states in OPTIMIZERS[settings.get("optimizer", "adamw")].divided
 ]
 PURE = "full-bf16"  # of which DeepSpeed keeps fp32 weights, so it learns another thing
 # On a CPU, PEFT's DoRA replaces a 4-bit weight that it reads, and DeepSpeed does not know the new one.

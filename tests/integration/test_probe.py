@@ -19,8 +19,10 @@ from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.measured_speed import Timing, read_speed
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import every, fastest_plan
+from sft_play.planning.request import Request
 from sft_play.runlog import read_json
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.budget import LEAST_BYTES
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
@@ -47,11 +49,12 @@ def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path / "cache")))
 
 
-def sized(job, **changes):
+def sized(job, accept=every, **fields):
     """The job with a plan that knows its memory."""
     facts = DataFacts.of(job.data, job.config)
+    architecture = Architecture.of(load_model_config(job.config.model))
     return replace(
-        job, plan=plan_run(job.config, load_model_config(job.config.model), facts, detect(), 1, **changes)
+        job, plan=fastest_plan(Request(job.config, architecture, facts, detect(), 1, **fields), accept)
     )
 
 

@@ -11,8 +11,10 @@ from sft_play.engines import registry
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.machine.gpus import what_if
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.runlog import RunDir
+from sft_play.sizing.architecture import Architecture
 from sft_play.train.run import train
 from tests.integration.processes import assert_same_curve
 from tests.integration.toy_engine import BUFFER, with_toy
@@ -26,7 +28,8 @@ def test_a_toy_engine_is_planned(tiny_model, tmp_path, monkeypatch):
     alone = make_job(tiny_model, tmp_path, "alone")
     monkeypatch.setattr(registry, "ENGINES", with_toy())
     facts = DataFacts.of(alone.data, alone.config)
-    plan = plan_run(alone.config, alone.architecture, facts, what_if("RTX 4090", 2), 2)
+    architecture = Architecture.of(alone.architecture)
+    plan = fastest_plan(Request(alone.config, architecture, facts, what_if("RTX 4090", 2), 2))
     assert plan.engine == "toy" and plan.memory.terms["engine"] >= BUFFER
     assert any("Toy over 2 processes: keeps a buffer" in reason for reason in plan.why)
 

@@ -22,12 +22,6 @@ BUFFER = 123 * MIB
 class Toy(Engine):
     """accelerate's DDP under another name, with a buffer that it claims to need, and weights that it gathers."""
 
-    name, label, principle = "toy", "Toy", "keeps a buffer that nothing needs"
-    distributed_type, distributes = "MULTI_GPU", True
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        return "ddp_cpu"
-
     def transform(self, step: Step, division: Division) -> Step:
         return step.with_buffers(Buffer("engine", BUFFER, "load", None))
 
@@ -47,7 +41,11 @@ class Toy(Engine):
 
 def with_toy() -> list[Engine]:
     """All engines, this one preferred to the others that distribute."""
-    return [registry.ALONE, Toy(), *registry.distributed_engines()]
+    return [
+        registry.ALONE,
+        Toy(name="toy", label="Toy", principle="keeps a buffer that nothing needs"),
+        *registry.distributed_engines(),
+    ]
 
 
 if __name__ == "__main__":

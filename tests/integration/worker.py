@@ -12,23 +12,23 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.process import die_with_parent, importing_torch
+from sft_play.machine.process import die_with_parent, importing_libraries
 
 if __name__ == "__main__":
     die_with_parent()
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
-with importing_torch():  # as a rank does
+with importing_libraries():  # as a rank does
     import torch
 
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model import decomposition
-    from sft_play.runlog import quiet_libraries
     from sft_play.train import session
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train
     from sft_play.train.session import prepare_session
+    from sft_play.ui.console import quiet_libraries
     from tests.integration.loading import load
     from tests.integration.remains import remains_of_probes
     from tests.jobs import make_job

@@ -26,7 +26,8 @@ import psutil
 
 from benchmarks.markdown import RESULTS, ROOT
 from sft_play.launch.accelerate import launch_command, run_launcher
-from sft_play.runlog import RunDir, console, read_metrics
+from sft_play.runlog import RunDir, read_metrics
+from sft_play.ui.console import console
 from tests.stress.faulty_rank import FAULTS
 from tests.stress.runs import descendants, small_run
 

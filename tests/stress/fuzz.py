@@ -36,7 +36,6 @@ from sft_play.commands.check import ERROR, OK, WARNING, check
 from sft_play.config.schema import DataConfig, ModelConfig
 from sft_play.data import limits
 from sft_play.data.chat import Chat, make_chat
-from sft_play.data.formats import Conversation, detect_format
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import open_source
 from sft_play.data.template import check_template, use_template
@@ -44,6 +43,7 @@ from sft_play.data.workers import EncodingTask, encode_chunk
 from sft_play.errors import SftPlayError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.gpus import detect
+from sft_play.rows.formats import Conversation, detect_format
 from tests.stress.fuzz_cases import KINDS, PROCESS, make_case
 from tests.stress.fuzz_runs import CHATML, RUNNERS, Setting
 from tests.stress.mutations import ROWS, Case

@@ -26,7 +26,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.chat import Chat
 from sft_play.data.prepare import prepare
 from sft_play.machine.gpus import Machine
-from sft_play.runlog import set_console
+from sft_play.ui.console import set_console
 from tests.stress.fuzz_cases import REFUSED, SWITCHES
 from tests.stress.mutations import ROWS, Case
 

@@ -39,7 +39,7 @@ import torch
 from benchmarks.markdown import RESULTS, ROOT
 from benchmarks.measurement_log import MeasurementLog
 from sft_play.manifest import find_damage
-from sft_play.runlog import console
+from sft_play.ui.console import console
 from tests.stress.forked import Operation, exit_codes, killed, ranks_of, recorded, run_command, within
 from tests.stress.runs import descendants, small_run
 

@@ -33,7 +33,8 @@ from safetensors.torch import load_file
 from benchmarks.markdown import RESULTS
 from benchmarks.measurement_log import made_on, versions
 from sft_play.engines.registry import ALONE, distributed_engines
-from sft_play.runlog import RunDir, console, read_metrics
+from sft_play.runlog import RunDir, read_metrics
+from sft_play.ui.console import console
 from tests.stress.runs import small_run
 
 ENGINES = (ALONE.name, *(engine.name for engine in distributed_engines()))

@@ -1,13 +1,13 @@
-"""No engine is known by its name outside `engines/` and the schema with its checks: everything else asks the engine's object."""
+"""No engine is known by its name outside `engines/` and the rows of traits: everything else asks the engine or its traits."""
 
 import ast
 from pathlib import Path
 
-from sft_play.engines.registry import ALONE, ENGINES
+from sft_play.choices.engines import ALONE, SEVERAL
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
-AT_HOME = ("engines/", "config/parallel.py", "config/schema.py", "config/conflicts.py")
-NAMES = {engine.name for engine in ENGINES} - {ALONE.name}  # that one's is also a word for other things
+AT_HOME = ("engines/", "choices/engines.py")
+NAMES = set(SEVERAL)  # the name of the one for a single process is also a word for other things
 
 
 def says_engine(node: ast.AST | str | None) -> bool:

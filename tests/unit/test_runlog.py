@@ -9,17 +9,15 @@ from sft_play.errors import RunInUseError, StorageError
 from sft_play.runlog import (
     RunDir,
     append_metrics,
-    console,
-    console_on_stderr,
     held_since,
     hold_run,
     open_run,
-    quiet_libraries,
     read_json,
     read_metrics,
     set_aside_earlier_run,
     update_summary,
 )
+from sft_play.ui.console import console, console_on_stderr, quiet_libraries
 
 
 def test_a_run_directory_is_held_by_one_process_and_free_after_it_died(tmp_path):
@@ -114,8 +112,8 @@ def test_a_cache_that_cannot_be_written_is_put_elsewhere_by_its_variable(tmp_pat
 
 def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     script = (
-        "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.runlog import console, "
-        "quiet_libraries\n"
+        "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.ui.console import "
+        "console, quiet_libraries\n"
         f"with quiet_libraries(Path({str(tmp_path / 'log.txt')!r})):\n"
         "    print('library print'); sys.stderr.write('library stderr\\n')\n"
         "    os.write(2, b'from C\\n'); warnings.warn('old name')\n"

@@ -9,8 +9,9 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
-from sft_play.runlog import RunDir, quiet_libraries, set_console, warn
+from sft_play.runlog import RunDir
 from sft_play.secrets import find_secret, redact, redact_file
+from sft_play.ui.console import quiet_libraries, set_console, warn
 
 # not written in one piece, so that scanners do not take them for real ones
 TOKENS = [

@@ -38,11 +38,6 @@ CALLED = {
     "deepspeed.runtime.zero.partitioned_param_coordinator:"
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": "",
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
-    "huggingface_hub.utils._http:default_client_factory": "",
-    "huggingface_hub.utils._xet:abort_xet_session": "",
-    "huggingface_hub.utils._xet_progress_reporting:XetDownloadProgressReporter.update_progress": (
-        "group_report _item_reports"
-    ),
     "peft:PeftModel.get_base_model": "",
     "peft.tuners.lora.layer:LoraVariant.forward": "module active_adapter x result",
     "torch:get_rng_state": "",
@@ -251,6 +246,7 @@ VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
+    "huggingface_hub.utils._http:_GLOBAL_CLIENT_FACTORY": ...,
     "torch._C:DisableTorchFunction": ...,
     "torch._C:_DisableTorchDispatch": ...,
     "torch._C:_PreserveDispatchKeyGuard": ...,

@@ -18,9 +18,11 @@ from sft_play.commands.infer import (
     read_prompts,
     run_chat_command,
 )
-from sft_play.data.rows import Row
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
-from sft_play.runlog import RunDir, set_console, update_summary
+from sft_play.rows.formats import FORMATS
+from sft_play.rows.json_files import Row
+from sft_play.runlog import RunDir, update_summary
+from sft_play.ui.console import set_console
 from tests.conftest import file_size_limit
 from tests.unit.finished_run import make_config, question_rows, train_by_heart, write_rows
 
@@ -74,6 +76,15 @@ def typed(*lines):
 def test_a_prompt_is_found_in_every_format_and_an_answer_at_its_end_left_out(data, expected):
     messages = prompt_of(Row(data, "f", 1)).messages
     assert [f"{message['role']}:{message['content']}" for message in messages] == expected
+
+
+@pytest.mark.parametrize(
+    "known", [known for known in FORMATS.values() if known.prompt], ids=lambda known: known.title
+)
+def test_the_question_of_each_format_is_asked_with_and_without_its_answer(known):
+    whole = prompt_of(Row(known.example, "f", 1))
+    asked = {key: value for key, value in known.example.items() if key != known.answer}
+    assert prompt_of(Row(asked, "f", 1)) == whole and whole.messages[-1]["role"] == "user"
 
 
 def test_earlier_answers_of_a_conversation_stay_in_the_prompt():

@@ -5,15 +5,15 @@ import socket
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, set_client_factory
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import constants
 
-from sft_play import hub as limits
 from sft_play.commands.merge import merge
 from sft_play.commands.push import push
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import files_in, hash_files, write_manifest
 from sft_play.runlog import RunDir
+from sft_play.upstream import huggingface_hub as limits
+from sft_play.upstream.patching import undone
 from tests.unit.commands.hub_stand_in import Hub, Repository, start
 from tests.unit.finished_run import FinishedRun, random_run
 
@@ -54,18 +54,15 @@ def hub(monkeypatch, tmp_path):
     server = start(found)
     monkeypatch.setattr(constants, "ENDPOINT", found.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # push turns it off
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", found.token)
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    limits.limit_network.cache_clear()
-    yield found
+    with undone():
+        yield found
     server.shutdown()
     server.server_close()
-    set_client_factory(default_client_factory)
-    limits.limit_network.cache_clear()
 
 
 def test_an_adapter_goes_into_a_private_repository_in_one_commit(finished, hub, capsys):

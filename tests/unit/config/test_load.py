@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.aliases import ALIASES
+from sft_play.config.aliases import ALIASES, REMOVED
 from sft_play.config.load import as_override, dump_resolved, json_schema, load_config, parse_yaml
 from sft_play.errors import ConfigError
 
@@ -228,6 +228,18 @@ def test_dumped_config_loads_back_to_the_same_config(tmp_path):
         [f"output.name={resolved.config.output.name}"],
     )
     assert again.config == resolved.config
+
+
+@pytest.mark.parametrize(("name", "value"), REMOVED.items())
+def test_the_resolved_config_of_an_earlier_version_loads_unless_a_removed_setting_did_something(
+    tmp_path, name, value
+):
+    section, key = name.split(".")
+    kept = write(tmp_path, f"{MINIMAL}{section}: {{{key}: {value}}}\n")
+    assert not hasattr(getattr(load_config(kept).config, section), key)
+    changed = write(tmp_path, f"{MINIMAL}{section}: {{{key}: other}}\n")
+    with pytest.raises(ConfigError, match=f"{name}: no longer a setting; leave it out"):
+        load_config(changed)
 
 
 @pytest.mark.parametrize("name", ["../x", "/abs", "-rf", "$(cmd)", "a b", "a\n", "x" * 101, ""])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from sft_play.data.chat import UNSTOPPED, make_chat, prompt_and_answer, render_rows
-from sft_play.data.formats import Conversation
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED, encode
 from sft_play.errors import ConfigError, DataError
+from sft_play.rows.formats import Conversation
 
 # Each in the manner of a family of models; written for these tests.
 CHATML = (

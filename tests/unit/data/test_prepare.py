@@ -17,12 +17,12 @@ from sft_play.data import store, workers
 from sft_play.data.chat import make_chat
 from sft_play.data.length import length_limit
 from sft_play.data.prepare import first_day, prepare
-from sft_play.data.rows import Row
 from sft_play.data.spans import Pieces, pieces_of
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED, prompt_ids
 from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
+from sft_play.rows.json_files import Row
 from tests.conftest import SHARED
 
 GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
@@ -163,9 +163,11 @@ def test_other_code_or_another_version_of_a_library_tokenizes_anew(run, monkeypa
     seen, real = {run(rows(20)).cache_path}, fingerprints._version
     monkeypatch.setattr(fingerprints, "_version", lambda name: "99" if name == "tokenizers" else real(name))
     seen.add(run(rows(20)).cache_path)
-    monkeypatch.setattr(module, "SOURCES", tmp_path)
-    seen.add(run(rows(20)).cache_path)
-    assert len(seen) == 3
+    data, read = module.SOURCES
+    for other in ((tmp_path, read), (data, tmp_path)):
+        monkeypatch.setattr(module, "SOURCES", other)
+        seen.add(run(rows(20)).cache_path)
+    assert len(seen) == 4
 
 
 def test_what_does_not_change_the_rows_finds_the_cache(run, write_rows, make_tokenizer):

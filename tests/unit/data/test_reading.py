@@ -6,8 +6,8 @@ import pytest
 from sft_play.config.inputs import DataInput
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import fingerprint, open_source, require_here
-from sft_play.data.tables import NUMBERED
 from sft_play.errors import DataError
+from sft_play.rows.tables import NUMBERED
 
 ROW = {"question": "q", "answer": "a"}
 LINE = json.dumps(ROW)

@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import show
 from sft_play.data.prepare import prepare
 from sft_play.errors import ConfigError, DataError, StorageError
-from sft_play.runlog import set_console
+from sft_play.ui.console import set_console
 
 ROWS = [{"question": f"What is {i}?", "answer": f"It is [{i}]."} for i in range(40)]
 

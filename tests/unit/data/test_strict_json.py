@@ -5,13 +5,13 @@ import json
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.formats import convert, detect_format
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import read_rows
-from sft_play.data.rows import Row
 from sft_play.data.sources import open_source
-from sft_play.data.strict_json import parse
 from sft_play.errors import DataError
+from sft_play.rows.formats import convert, detect_format
+from sft_play.rows.json_files import Row
+from sft_play.rows.strict_json import parse
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import pytest
 
 from sft_play.data.chat import make_chat, prompt_and_answer
-from sft_play.data.formats import Conversation, convert, detect_format
-from sft_play.data.rows import Row
 from sft_play.data.tokens import encode
 from sft_play.data.workers import conversation_from_json, conversation_to_json
 from sft_play.errors import DataError
+from sft_play.rows.formats import Conversation, convert, detect_format
+from sft_play.rows.json_files import Row
 from tests.unit.data.test_chat import CHATML, MARKED, STYLES, learned_texts
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -5,10 +5,10 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from sft_play.data.chat import make_chat
-from sft_play.data.formats import Conversation
 from sft_play.data.template import check_template, render, split_markers, split_warning, use_template
 from sft_play.data.tokens import encode
 from sft_play.errors import ConfigError, DataError
+from sft_play.rows.formats import Conversation
 
 ROW = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}), source="f:1")
 

@@ -3,11 +3,11 @@
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.formats import FORMATS, convert, detect_format
 from sft_play.data.prepare import prepare
-from sft_play.data.rows import Row
-from sft_play.data.unused import unused_keys
 from sft_play.errors import DataError
+from sft_play.rows.formats import FORMATS, convert, detect_format
+from sft_play.rows.json_files import Row
+from sft_play.rows.unused import unused_keys
 
 USER, ANSWER = {"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "Four."}
 MESSAGES = {"messages": [USER, ANSWER]}
@@ -81,11 +81,12 @@ def test_placeholders_of_media_that_a_row_lacks_are_counted(warnings_of):
 
 def test_each_format_says_which_of_its_keys_are_read():
     every = {"tools": [{}], "system": "s", "input": "i", "history": [["q", "a"]], "source": "s"}
-    for keys, others, _ in FORMATS.values():
-        data = dict.fromkeys(keys, "x") | every
-        assert unused_keys(data, keys, others) == every.keys() - set(others)
+    for known in FORMATS.values():
+        data = dict.fromkeys(known.keys, "x") | every
+        assert unused_keys(data, known.keys, known.others) == every.keys() - set(known.others)
     listed = {"prompt": [USER], "completion": [ANSWER], "system": "s"}
-    assert unused_keys(listed, *FORMATS["prompt_completion"][:2]) == {"system"}
+    known = FORMATS["prompt_completion"]
+    assert unused_keys(listed, known.keys, known.others) == {"system"}
 
 
 def test_a_system_prompt_beside_messages_and_an_old_function_call_are_named_with_their_counts(warnings_of):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from sft_play.choices.optimizers import state_bytes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
-from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.deepspeed import configuration
 from sft_play.engines.registry import ALONE, ENGINES, engine_of, offload_problem
 from sft_play.engines.zero2 import Buckets
 from sft_play.engines.zero2_division import parts_of
@@ -17,7 +18,6 @@ from sft_play.engines.zero3 import sub_groups
 from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.budget import device_budget
 from sft_play.sizing.memory import SizedStep, estimate
-from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import update_bytes
 from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
@@ -223,7 +223,7 @@ def test_zero3_leaves_its_share_to_ram_with_gradients_in_fp32_besides():
 @pytest.mark.parametrize("world", [1, 3])
 def test_fp32_vectors_are_deepspeeds(world):
     """As many, and of the same sizes; at a limit, one parameter above it, and in groups of one."""
-    limit = read_config(config_file(3))["zero_optimization"]["sub_group_size"]
+    limit = configuration(3)["zero_optimization"]["sub_group_size"]
     groups = [[limit * world, 7], [limit * world - 8, 7, 7 * world, 4 * limit, 1], [5]]
 
     def parameter(elements: int) -> SimpleNamespace:
@@ -266,7 +266,7 @@ def test_zero3_with_offload_on_a_cpu_has_all_of_it_in_its_only_memory():
 @pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("adamw_8bit", 2)])
 def test_states_of_a_share_are_those_of_the_optimizer(optimizer, each, elements):
     """In 8 bits, those of 4,096 elements or more, with a scale for every 256."""
-    found = state_bytes(StepSpec(mode="full", optimizer=optimizer), elements)
+    found = state_bytes(optimizer, "cpu", elements)
     scales = 0 if each == 8 else 2 * 4 * -(-elements // 256)
     assert found == (8 * elements if elements < 4096 else each * elements + scales)
 
@@ -357,7 +357,7 @@ def test_one_bucket_that_holds_all_needs_no_second_one():
     assert Buckets(elements=10_000_000).bytes(40_000_000, 2) == 2 * 2 * 10_000_000
 
 
-def test_the_shipped_deepspeed_config_gives_the_buckets():
+def test_the_deepspeed_config_gives_the_buckets():
     assert Buckets.shipped().elements < 500_000_000
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from sft_play.data.chat import make_chat
-from sft_play.data.formats import Conversation
-from sft_play.data.messages import alternating
 from sft_play.data.tokens import encode
 from sft_play.export.ollama import turns_of
 from sft_play.export.vocabulary import Beginning, beginning, describe
+from sft_play.rows.formats import Conversation
+from sft_play.rows.messages import alternating
 from tests.unit.export import folders
 from tests.unit.export.test_ollama import in_go
 

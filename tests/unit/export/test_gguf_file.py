@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import ConfigError, NonFiniteError
-from sft_play.export.architecture import gguf_name
+from sft_play.export.architecture import gguf_family
 from sft_play.export.gguf_file import Source, file_bytes, write
 from sft_play.export.vocabulary import SPLITS, vocabulary
 from tests.rounding import assert_same_tensor, forward_terms, summed
@@ -245,7 +245,7 @@ def gemma3(**changes):
         (
             "gpt2",
             {},
-            "models of type gpt2 cannot be exported; Llama, Mistral, .* Run `make merge`.*convert_hf_to_gguf.py",
+            "models of type gpt2 cannot be exported, only those of type llama, mistral, .* Run `make merge`.*convert_hf_to_gguf.py",
         ),
         ("qwen3_moe", {}, "models of type qwen3_moe cannot be exported"),
         ("qwen3", {**folders.SIZES, "attention_bias": True}, "no attention_bias"),
@@ -261,7 +261,7 @@ def gemma3(**changes):
 )
 def test_what_llama_cpp_would_compute_differently_is_refused(kind, sizes, words):
     with pytest.raises(ConfigError, match=words):
-        gguf_name(AutoConfig.for_model(kind, **sizes))
+        gguf_family(AutoConfig.for_model(kind, **sizes))
 
 
 def test_a_tokenizer_that_splits_text_by_other_rules_is_refused():

@@ -5,23 +5,8 @@ import importlib
 import sys
 
 import pytest
-import torch
 
-from sft_play.machine.process import collector_off, importing_libraries, importing_torch
-
-COMPILING = """\
-import torch
-
-@torch.compile
-def one(x):
-    return x
-
-@torch.compile(dynamic=False)
-def other(x):
-    return 2 * x
-
-module = torch.compile(torch.nn.Identity())
-"""
+from sft_play.machine.process import collector_off, importing_libraries
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +17,7 @@ def _frozen_again():
     gc.freeze()
 
 
-@pytest.mark.parametrize("context", [collector_off, importing_libraries, importing_torch])
+@pytest.mark.parametrize("context", [collector_off, importing_libraries])
 def test_the_collector_is_off_inside_and_on_again_after_an_error(context):
     with pytest.raises(KeyError), context():
         assert not gc.isenabled()
@@ -61,21 +46,3 @@ def test_what_was_imported_is_kept_for_good_and_nothing_else(tmp_path, monkeypat
         importlib.import_module("a_new_module")
     assert gc.get_freeze_count() > 10
     del sys.modules["a_new_module"]
-
-
-def test_what_a_library_compiles_on_import_is_compiled_when_it_is_called(tmp_path, monkeypatch):
-    compiled = []
-
-    def compile_now(function, **settings):
-        compiled.append(settings)
-        return lambda value: function(value) + 1
-
-    monkeypatch.setattr(torch, "compile", compile_now)
-    (tmp_path / "a_compiling_module.py").write_text(COMPILING)
-    monkeypatch.syspath_prepend(tmp_path)
-    with importing_torch():
-        module = importlib.import_module("a_compiling_module")
-    assert compiled == [{}] and torch.compile is compile_now  # the module, which is no function
-    assert [module.other(3), module.other(4), module.one(3)] == [7, 9, 4]
-    assert compiled == [{}, {"dynamic": False}, {}] and module.one.__name__ == "one"
-    del sys.modules["a_compiling_module"]

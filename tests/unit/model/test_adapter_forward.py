@@ -12,8 +12,8 @@ from benchmarks.small_models import TALL, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.model import adapter_forward
 from sft_play.model.adapters import attach_adapter
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.upstream.patching import patched
 from tests.rounding import assert_same_norm, assert_same_values, step_terms, summed
 
 SHAPE = TALL | {"layers": 2, "vocabulary": 100}

@@ -23,10 +23,10 @@ from transformers.utils import import_utils
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
-from sft_play.model.attention_choice import choose_attention, why_padded
+from sft_play.model.attention_choice import choose_attention, why_rows_mix
 from sft_play.model.attention_table import ATTENTIONS
-from sft_play.reasons import Padded
-from sft_play.report.reasons import padding_cause
+from sft_play.planning.sequence import why_padded
+from sft_play.reasons.method import Padded
 
 
 def test_the_table_has_a_row_for_each_value_of_the_setting():
@@ -151,19 +151,17 @@ def run_config(**train) -> RunConfig:
 )
 def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
     name = choose_attention("auto", config, "cpu")
-    assert why_padded(False, "auto", config, name) == reason
+    assert why_padded(False, "auto", why_rows_mix(config), name) == reason
     for asked in ((True, "auto"), (False, True)):
-        with pytest.raises(
-            ConfigError, match=f"train.*=true joins rows .*, but {padding_cause(reason)}; set train"
-        ):
-            why_padded(*asked, config, name)
+        with pytest.raises(ConfigError, match=f"train.*=true joins rows .*, but {reason.why()}; set train"):
+            why_padded(*asked, why_rows_mix(config), name)
 
 
 def test_rows_of_gpt_oss_can_be_packed():
-    assert why_padded(True, "auto", GptOssConfig(), attention.NAME) is None
-    assert why_padded(False, "auto", GptOssConfig(), attention.NAME) is None
+    assert why_padded(True, "auto", why_rows_mix(GptOssConfig()), attention.NAME) is None
+    assert why_padded(False, "auto", why_rows_mix(GptOssConfig()), attention.NAME) is None
 
 
 def test_rows_are_padded_where_the_config_or_the_attention_says_so():
-    assert why_padded(False, False, LlamaConfig(), attention.NAME) == Padded("config")
-    assert why_padded(False, "auto", LlamaConfig(), "eager") == Padded("attention", "eager")
+    assert why_padded(False, False, why_rows_mix(LlamaConfig()), attention.NAME) == Padded("config")
+    assert why_padded(False, "auto", why_rows_mix(LlamaConfig()), "eager") == Padded("attention", "eager")

@@ -4,7 +4,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.schema import ModelConfig
 from sft_play.data.chat import make_chat
-from sft_play.data.formats import Conversation
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import DataError, DoesNotFitError
 from sft_play.model.generation import (
@@ -16,6 +15,7 @@ from sft_play.model.generation import (
     stop_token_ids,
 )
 from sft_play.model.load import load_tokenizer
+from sft_play.rows.formats import Conversation
 
 
 @pytest.fixture(scope="module")

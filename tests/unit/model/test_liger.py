@@ -14,9 +14,10 @@ from benchmarks.small_models import TALL, small_config
 from sft_play.errors import ConfigError
 from sft_play.model import layer_forward, liger
 from sft_play.model.build import build_model
-from sft_play.sizing import liger_kernels, questions
-from sft_play.sizing.kernels import patched
+from sft_play.sizing import liger_kernels
+from sft_play.sizing.model_facts import module_facts
 from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.upstream.patching import patched
 from tests.jobs import make_job
 from tests.triton import interpreted, needs_triton
 
@@ -225,15 +226,14 @@ def test_stand_ins_allocate_what_the_kernels_do(dtype):
 
 @pytest.mark.parametrize("name", liger.EXAMPLES)
 def test_named_architectures_have_modules_that_are_replaced(name):
-    config = miniature(name)
-    assert questions.require_liger_modules(config) > 0
+    assert module_facts(miniature(name)).liger_modules > 0
 
 
 def test_an_architecture_without_such_modules_is_refused():
     with pytest.raises(
         ConfigError, match=r"none of gpt2's modules.*llama, mistral.*allowed for it: auto, own"
     ):
-        questions.require_liger_modules(miniature("gpt2"))
+        liger.require_modules("gpt2", module_facts(miniature("gpt2")).liger_modules)
 
 
 def test_what_cannot_run_is_refused_with_what_can():

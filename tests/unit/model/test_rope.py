@@ -10,7 +10,7 @@ from sft_play.commands.merge import merge
 from sft_play.config.schema import ModelConfig
 from sft_play.data.length import length_limit
 from sft_play.errors import ConfigError
-from sft_play.export.architecture import gguf_name
+from sft_play.export.architecture import gguf_family
 from sft_play.model.build import load_base, load_for_inference
 from sft_play.model.load import load_model_config, load_tokenizer, planning_config, position_limit
 from sft_play.model.rope import with_rope_scaling
@@ -154,7 +154,7 @@ def test_adapter_and_merged_model_compute_with_the_same_positions(run):
     merged = AutoModelForCausalLM.from_pretrained(run.run.merged, dtype="float32")
     assert position_limit(merged.config) == 4 * position_limit(plain.config)
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
-    assert gguf_name(merged.config) == "llama"
+    assert gguf_family(merged.config).name == "llama"
 
 
 def test_a_model_that_was_trained_whole_says_its_positions_itself(run, tmp_path):
@@ -171,9 +171,9 @@ def test_a_model_that_was_trained_whole_says_its_positions_itself(run, tmp_path)
 def test_what_llama_cpp_computes_otherwise_is_not_exported():
     yarn = CONFIGS["qwen3"]()
     yarn.rope_parameters |= YARN | {"original_max_position_embeddings": 64}
-    assert gguf_name(yarn) == "qwen3"
+    assert gguf_family(yarn).name == "qwen3"
     yarn.rope_parameters["attention_factor"] = 2.0
     with pytest.raises(ConfigError, match="computes attention_factor of rope_type yarn by itself"):
-        gguf_name(yarn)
+        gguf_family(yarn)
     with pytest.raises(ConfigError, match="layers with a window"):
-        gguf_name(scaled(CONFIGS["gemma3"](), **YARN))
+        gguf_family(scaled(CONFIGS["gemma3"](), **YARN))

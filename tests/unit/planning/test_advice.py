@@ -14,12 +14,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import what_if
 from sft_play.planning import fewest
-from sft_play.planning.advice import Change, Request, as_overrides, changed, changes_that_fit, plan_or_advise
+from sft_play.planning.advice import Change, advise, as_overrides, plan_or_advise
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
+from sft_play.sizing.architecture import Architecture
 from sft_play.spelling import BY_MAKE
 from sft_play.units import GIB, format_bytes
 
-MODEL = small_config("llama", WIDE)
+MODEL = Architecture.of(small_config("llama", WIDE))
 LENGTHS = np.random.default_rng(0).integers(500, 1025, 1000)
 UNEVEN = DataFacts(LENGTHS, LENGTHS, longest_row=1024, mean_tokens=760.0, mean_squared_tokens=6e5, seed=0)
 FULL = DataFacts.full_rows(1024, seed=0)
@@ -46,43 +49,33 @@ def request(limit_gib: float, mode: str = "lora", gpus: int = 1, **train) -> Req
 def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
     asked = request(1.0, batch_size=16, gradient_checkpointing=False)
     with pytest.raises(DoesNotFitError):
-        asked.plan()
-    found = changes_that_fit(asked)
+        fastest_plan(asked)
+    found = advise(asked)
     assert {"train.gradient_checkpointing": "auto"} in [change.settings for change in found]
     assert {"train.batch_size": "auto"} in [change.settings for change in found]
     for change in found:
-        again = replace(changed(asked, change.settings), processes=change.plan.world_size)
-        if again.processes == asked.processes:
-            assert again.plan(explain=False) == change.plan and change.plan.memory.fits
+        if change.plan.world_size == asked.processes:
+            again = fastest_plan(asked.changed(change.settings), explain=False)
+            assert again == change.plan and change.plan.memory.fits
 
 
 @pytest.mark.thorough
 def test_what_saves_too_little_is_not_offered():
-    offered = changes_that_fit(request(1.0, batch_size=16, gradient_checkpointing=False))
+    offered = advise(request(1.0, batch_size=16, gradient_checkpointing=False))
     assert all("train.optimizer" not in change.settings for change in offered)
-
-
-@pytest.mark.slow
-def test_several_changes_at_once_only_where_none_is_enough():
-    offered = changes_that_fit(request(0.6, "full", batch_size=16, gradient_checkpointing=False))
-    alone = [change.settings for change in offered if change.plan.world_size == 1]
-    assert alone[0] == {"train.gradient_checkpointing": "auto", "train.batch_size": "auto"}
-    assert {len(settings) for settings in alone} == {2}
 
 
 def test_rows_that_are_too_long_are_left_out_or_cut():
     asked = replace(request(1.0), facts=UNEVEN)
-    shorter = changed(asked, {"model.max_seq_len": 768})
+    shorter = asked.changed({"model.max_seq_len": 768})
     assert shorter.facts.lengths.max() <= 768 and len(shorter.facts.lengths) == (LENGTHS <= 768).sum()
-    tree = asked.config.model_dump()
-    tree["data"]["overlong"] = "truncate"
-    cut = changed(replace(asked, config=RunConfig.model_validate(tree)), {"model.max_seq_len": 768})
+    cut = asked.changed({"model.max_seq_len": 768, "data.overlong": "truncate"})
     assert len(cut.facts.lengths) == len(LENGTHS) and cut.facts.longest_row == 768
 
 
 @pytest.mark.thorough
 def test_a_hopeless_run_says_so(monkeypatch):
-    with pytest.raises(DoesNotFitError, match="largest parts: .*\nno setting makes it fit"):
+    with pytest.raises(DoesNotFitError, match="largest parts: .*\nno single setting makes it fit"):
         plan_or_advise(request(0.26, "qlora", engine_only(monkeypatch)), lambda change: "")
 
 
@@ -129,17 +122,17 @@ def test_the_fewest_are_found_without_trying_all(enough):
 def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
     """Each process gathers experts that are padded to as many as there are processes."""
 
-    def plan(config, architecture, facts, machine, count, **others):
-        if count != 4:
+    def plan(request, *how, **others):
+        if request.processes != 4:
             raise DoesNotFitError("")
 
     monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4, 8, 16, 32, 64))
-    monkeypatch.setattr(fewest, "plan_run", plan)
-    monkeypatch.setattr(fewest, "fits_in_groups", lambda *run: False)
-    run = request(1.0, effective_batch_size=64).config
+    monkeypatch.setattr(fewest, "fastest_plan", plan)
+    monkeypatch.setattr(fewest, "fits_in_groups", lambda request: False)
+    asked = request(1.0, effective_batch_size=64)
     found = [
         fewest.fewest_gpus(
-            run, small_config(name, WIDE), FULL, lambda count: what_if("T4", count), batch_grows=True
+            replace(asked, architecture=Architecture.of(small_config(name, WIDE))), batch_grows=True
         )
         for name in ("qwen3_moe", "llama")
     ]
@@ -149,7 +142,7 @@ def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
 @pytest.mark.thorough
 def test_more_gpus_come_with_the_batch_that_they_need():
     asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
-    more = [change for change in changes_that_fit(asked) if change.plan.world_size > 1]
+    more = [change for change in advise(asked) if change.plan.world_size > 1]
     for change in more:
         assert isinstance(change, Change) and change.plan.memory.process_bytes < 0.42 * GIB
         assert change.settings == {"train.effective_batch_size": change.plan.effective_batch_size}

@@ -11,13 +11,17 @@ from sft_play.machine.gpus import what_if
 from sft_play.planning.clock import plan_clock, step_seconds
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
+from sft_play.planning.request import Request
 from sft_play.planning.speed import host_link
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import PaddedRows, StepSpec
 from tests.unit.train.plans import PLAN
 
-LARGE = small_config(
-    "llama", dict(hidden=4096, inner=14336, heads=32, groups=8, head_dim=128, vocabulary=32000, layers=32)
+LARGE = Architecture.of(
+    small_config(
+        "llama", dict(hidden=4096, inner=14336, heads=32, groups=8, head_dim=128, vocabulary=32000, layers=32)
+    )
 )  # 7B
 H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
 A100 = derived_from_data_sheet("A100", "cuda", 312e12, 2.04e12)
@@ -66,9 +70,11 @@ def test_inputs_in_ram_take_the_time_of_their_way_over_the_link():
         compute_capability=(8, 9),
     )  # fmt: skip
     machine = what_if("RTX 4090", 1)
-    seconds = plan_clock(LARGE, facts, machine, 1)
+    seconds = plan_clock(Request(run, LARGE, facts, machine, 1))
     here, away = (seconds(run, replace(plan, activations=way)) for way in ("recompute", "offload"))
     copied = 2 * 32 * 2 * 1024 * 4096 * 2  # bytes of a micro-batch
     assert away - here == pytest.approx(4 * copied / host_link(machine), rel=0.05)
     unknown = replace(machine, gpus=tuple(replace(gpu, link=None) for gpu in machine.gpus))
-    assert plan_clock(LARGE, facts, unknown, 1)(run, replace(plan, activations="offload")) is None
+    assert (
+        plan_clock(Request(run, LARGE, facts, unknown, 1))(run, replace(plan, activations="offload")) is None
+    )

@@ -9,13 +9,20 @@ from pydantic import ValidationError
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.machine.gpus import what_if
-from sft_play.plan import Device
+from sft_play.machine.gpus import Machine, what_if
+from sft_play.plan import Device, Plan
 from sft_play.planning.compiled import require_compiler
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
+from sft_play.sizing.architecture import Architecture
 
 ROWS = DataFacts.full_rows(64, 0)
+
+
+def planned(config: RunConfig, machine: Machine, name: str = "llama", processes: int = 1, sizes=WIDE) -> Plan:
+    model = Architecture.of(small_config(name, sizes))
+    return fastest_plan(Request(config, model, ROWS, machine, processes))
 
 
 def config_of(tuning: dict | None = None, parallel: dict | None = None, **train) -> RunConfig:
@@ -54,7 +61,7 @@ def test_what_layers_are_not_compiled_with_is_named_with_what_is_allowed(setting
 
 def test_other_attentions_and_layers_are_refused_before_the_model_is_loaded():
     def plan(name: str, **model) -> None:
-        plan_run(config_of(model=model), small_config(name, WIDE), ROWS, what_if("RTX 4090"), 1)
+        planned(config_of(model=model), what_if("RTX 4090"), name)
 
     with pytest.raises(ConfigError, match=r"model.attention=sdpa: .* set model.attention=varlen_sdpa, or"):
         plan("llama", attention="sdpa")
@@ -72,7 +79,7 @@ def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dt
         f"{dtype} weights and train.mixed_precision={autocast} may take more .* set model.dtype={other}, or"
     )
     with pytest.raises(ConfigError, match=said):
-        plan_run(config, small_config("llama", WIDE), ROWS, what_if("RTX 4090"), 1)
+        planned(config, what_if("RTX 4090"))
 
 
 def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
@@ -121,7 +128,7 @@ def test_what_layers_do_not_multiply_in_float8_with_is_named(changes, said):
 def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
     def plan(sizes=WIDE, gpu="H100", **train) -> None:
         config = config_of(tuning=FULL, float8=True, **train)
-        plan_run(config, small_config("llama", sizes), ROWS, what_if(gpu), 1)
+        planned(config, what_if(gpu), sizes=sizes)
 
     for dtype, precision in (
         ("float32", "no"),
@@ -151,7 +158,7 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
 )
 def test_a_gpu_that_could_multiply_in_float8_is_told_that_it_is_off(gpu, mode, compiled, takes):
     config = config_of(tuning={"mode": mode}, compile=compiled)
-    plan = plan_run(config, small_config("llama", WIDE), ROWS, what_if(gpu), 1)
+    plan = planned(config, what_if(gpu))
     said = [line for line in plan.why if "float8" in line]
     assert said == ([f"float8 is off, since no proof on a GPU has seen it win yet; {takes}"] if takes else [])
 
@@ -159,8 +166,7 @@ def test_a_gpu_that_could_multiply_in_float8_is_told_that_it_is_off(gpu, mode, c
 @pytest.mark.thorough
 def test_a_plan_with_float8_is_that_without_and_says_so():
     plans = [
-        plan_run(config_of(tuning=FULL, float8=on), small_config("llama", WIDE), ROWS, what_if("H100", 2), 2)
-        for on in (False, True)
+        planned(config_of(tuning=FULL, float8=on), what_if("H100", 2), processes=2) for on in (False, True)
     ]
     assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
     assert [line for line in plans[1].why if "float8" in line or "compiled" in line] == [
@@ -173,10 +179,7 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes):
     machine = what_if("RTX 4090", processes)
-    plans = [
-        plan_run(config_of(compile=on), small_config("llama", WIDE), ROWS, machine, processes)
-        for on in (False, True)
-    ]
+    plans = [planned(config_of(compile=on), machine, processes=processes) for on in (False, True)]
     said = [[line for line in plan.why if "compiled" in line] for plan in plans]
     assert said == [
         ["layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them"],
@@ -191,7 +194,7 @@ def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes)
                                                    ("H100", {"attention": "varlen_sdpa"}, False)])  # fmt: skip
 def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_says_why(gpu, model, said):
     config = config_of(model=model, compile=False)
-    plan = plan_run(config, small_config("llama", WIDE), ROWS, what_if(gpu), 1)
+    plan = planned(config, what_if(gpu))
     why = "FlashAttention 3 is off, since no proof on a GPU has seen it win yet; model.attention=flash_attention_3 takes it"
     assert (why in plan.why) is said
 
@@ -199,7 +202,7 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
 @pytest.mark.thorough
 def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
     machine = what_if("RTX 4090", 2)
-    plan = plan_run(config_of(tuning={"mode": "full"}), small_config("llama", WIDE), ROWS, machine, 2)
+    plan = planned(config_of(tuning={"mode": "full"}), machine, processes=2)
     assert plan.engine == "ddp" and plan.offload == "none"
     assert {row["engine"] for row in plan.alternatives} <= {"ddp"}
     assert "offload" not in {row.get("activations") for row in plan.alternatives}

@@ -7,10 +7,11 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import what_if
 from sft_play.planning import context
-from sft_play.planning.context import GRAIN, longest_multiple, longest_row, longest_rows
-from sft_play.planning.drafts import with_groups
+from sft_play.planning.candidates import candidates
+from sft_play.planning.context import GRAIN, LongestRow, longest_multiple, longest_row, longest_rows
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 
@@ -34,6 +35,11 @@ def architecture(positions: int | None = 65_536, vocab_size: int = 256) -> Archi
 def config(**train) -> RunConfig:
     tree = {"model": {"name": "org/tiny"}, "data": {"train_path": "rows.jsonl"}, "train": train}
     return RunConfig.model_validate(tree | {"parallel": {"memory_gib": 2, "offload": "none"}})
+
+
+def request(run: RunConfig, model: Architecture, processes: int = 1) -> Request:
+    facts = DataFacts.full_rows(GRAIN, 0)  # of the length that is tried
+    return Request(run, model, facts, what_if("RTX 4090", processes), processes)
 
 
 @pytest.mark.parametrize("budget", [2 * GRAIN, 5_000, 99_999, 700_001, 10**6])
@@ -64,7 +70,7 @@ def test_the_search_ends_at_the_last_multiple_that_fits(budget, shape):
 def test_activations_may_be_in_ram_only_where_the_link_is_known_as_in_a_plan(gpu, away):
     machine, facts = what_if(gpu, 1), DataFacts.full_rows(GRAIN, 0)
     for asked, expected in (({}, away), ({"activations": "offload"}, True)):
-        drafts = context.drafts_of(config(**asked), architecture(), facts, machine, 1)
+        drafts = candidates(Request(config(**asked), architecture(), facts, machine, 1))
         assert any(draft.offloads_activations for draft in drafts) == expected
 
 
@@ -94,75 +100,75 @@ def test_there_is_no_length_where_the_shortest_row_does_not_fit(most, use):
 @pytest.mark.thorough
 def test_the_longest_row_fits_and_the_next_multiple_does_not():
     """By the plans that a run of such rows gets."""
-    machine, run = what_if("RTX 4090"), config(batch_size=1, gradient_checkpointing=True)
-    found = longest_row(run, architecture(10**6), machine, 1, None)
-    assert found["limit"] == "memory" and found["longest"] == found["row_tokens"] > 10 * GRAIN
-    assert found["process_bytes"] <= found["budget_bytes"]
+    asked = request(config(batch_size=1, gradient_checkpointing=True), architecture(10**6))
+    found = longest_row(asked, None)
+    assert found.limit == "memory" and found.longest == found.plan.max_seq_len > 10 * GRAIN
+    assert found.plan.memory.fits
 
     def micro_batch(tokens: int) -> int:
-        facts = DataFacts.full_rows(tokens, 0)
-        return plan_run(run, architecture(10**6), facts, machine, 1, explain=False).micro_batch_size
+        rows = asked.changed(facts=DataFacts.full_rows(tokens, 0))
+        return fastest_plan(rows, explain=False).micro_batch_size
 
-    assert micro_batch(found["longest"]) == 1
+    assert micro_batch(found.longest) == 1
     with pytest.raises(Exception, match="does not fit"):
-        micro_batch(found["longest"] + GRAIN)
+        micro_batch(found.longest + GRAIN)
 
 
 def test_a_model_that_is_too_large_without_any_row_is_traced_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))  # in which no earlier test has traced it
     traces = shared_traces(large := architecture(10**6, vocab_size=2**24))  # two matrices of 2 GiB
     run = config(batch_size=1, gradient_checkpointing=True)
-    assert longest_row(run, large, what_if("RTX 4090"), 1, 4096)["fits"] is False
+    assert longest_row(request(run, large), 4096).fits is False
     assert traces.count == 1
 
 
 @pytest.mark.thorough
 def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
-    found = longest_row(config(), architecture(4096), what_if("RTX 4090"), 1, 1000)
-    assert (found["longest"], found["limit"]) == (4096, "positions")
-    assert found["fits"] and found["row_tokens"] == 1000 and found["tokens_per_second"] > 0
+    found = longest_row(request(config(), architecture(4096)), 1000)
+    assert (found.longest, found.limit) == (4096, "positions")
+    assert found.fits and found.plan.max_seq_len == 1000 and found.tokens_per_second > 0
 
 
 @pytest.mark.slow
 def test_a_length_that_does_not_fit_has_no_plan():
-    found = longest_row(config(), architecture(10**6), what_if("RTX 4090"), 1, 999_999)
-    assert found["fits"] is False and found["longest"] < 999_999 and "engine" not in found
+    found = longest_row(request(config(), architecture(10**6)), 999_999)
+    assert found.fits is False and found.longest < 999_999 and found.plan is None
 
 
 def divided(run, model, processes: int, asked=None):
     """The row without groups, and the one with them."""
-    machine, tried = what_if("RTX 4090", processes), context.Tried()
-    whole = longest_row(run, model, machine, processes, asked, tried=tried)
-    found = context.longest_divided_row(run, model, machine, processes, asked, whole=whole, tried=tried)
-    return whole, found
+    on_gpus, tried = request(run, model, processes), context.Tried()
+    whole = longest_row(on_gpus, asked, tried=tried)
+    return whole, context.longest_divided_row(on_gpus, asked, whole=whole, tried=tried)
 
 
 def on_ddp(memory_gib: float, **train):
     run = config(effective_batch_size=4, gradient_checkpointing=True, **train)
-    parallel = {"memory_gib": memory_gib, "engine": "ddp"}
-    return run.model_copy(update={"parallel": run.parallel.model_copy(update=parallel)})
+    return run.changed({"parallel.memory_gib": memory_gib, "parallel.engine": "ddp"})
 
 
 @pytest.mark.slow
 def test_groups_reach_farther_and_the_next_multiple_does_not_fit():
-    run, model, machine = on_ddp(1.7), architecture(10**6), what_if("RTX 4090", 4)
+    run, model = on_ddp(1.7), architecture(10**6)
     whole, found = divided(run, model, 4)
-    assert (whole["sequence_ranks"], found["sequence_ranks"]) == (1, 4)  # of 4 heads
-    assert found["limit"] == "memory" and found["longest"] > 2 * whole["longest"] > 0
-    assert found["process_bytes"] <= found["budget_bytes"] and found["tokens_per_second"] > 0
-    for tokens, fits in ((found["longest"], True), (found["longest"] + GRAIN, False)):
-        assert (context._use(with_groups(run, 4), model, machine, 4, tokens, context.Tried()) <= 1) == fits
+    assert (whole.sequence_ranks, found.sequence_ranks) == (1, 4)  # of 4 heads
+    assert found.limit == "memory" and found.longest > 2 * whole.longest > 0
+    assert found.plan.memory.fits and found.tokens_per_second > 0
+    for tokens, fits in ((found.longest, True), (found.longest + GRAIN, False)):
+        rows = request(run, model, 4).in_groups_of(4).changed(facts=DataFacts.full_rows(tokens, 0))
+        assert (context._use(rows, context.Tried()) <= 1) == fits
 
 
 @pytest.fixture()
 def _linear(monkeypatch):
     """Memory that each token of a process takes, and nothing that has to be traced."""
 
-    def use(run, model, machine, processes, tokens, tried):
-        return 0.2 + tokens / run.parallel.sequence_ranks / 100_000
+    def use(request, tried):
+        return 0.2 + request.facts.longest_row / request.config.parallel.sequence_ranks / 100_000
 
     monkeypatch.setattr(context, "_use", use)
-    monkeypatch.setattr(context, "_at", lambda run, *rest, tight: {"row_tokens": rest[-1]})
+    monkeypatch.setattr(context, "_plan_of", lambda request, tight: request.facts.longest_row)
+    monkeypatch.setattr(DataFacts, "tokens_per_second", lambda facts, plan: None)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +184,10 @@ def _linear(monkeypatch):
 )
 def test_the_smallest_groups_that_reach_as_far_are_named(_linear, positions, asked, reached, limit, ranks):
     whole, found = divided(on_ddp(1.7), architecture(positions), 4, asked)
-    assert whole["longest"] == 79_872
-    assert (found["longest"], found["limit"], found["sequence_ranks"]) == (reached, limit, ranks)
-    assert found.get("fits") == (True if asked else None)
-    assert found["row_tokens"] == (asked or reached)
+    assert whole.longest == 79_872
+    assert (found.longest, found.limit, found.sequence_ranks) == (reached, limit, ranks)
+    assert found.fits == (True if asked else None)
+    assert found.plan == (asked or reached)
 
 
 def test_tokens_are_not_divided_for_nothing(_linear):
@@ -190,30 +196,29 @@ def test_tokens_are_not_divided_for_nothing(_linear):
     assert divided(run, model, 4)[1] is not None
     assert divided(run, architecture(4096), 4)[1] is None
     assert divided(run, model, 4, 4096)[1] is None
-    assert divided(with_groups(run, 1), model, 4)[1] is None
+    assert divided(run.changed({"parallel.sequence_parallel_size": 1}), model, 4)[1] is None
     assert divided(run, model, 1)[1] is None
 
 
 def test_what_cannot_be_divided_has_no_such_row():
     run = on_ddp(1.7, padding_free=False)
-    whole = {"longest": GRAIN, "limit": "memory"}
-    asked = run, architecture(10**6), what_if("RTX 4090", 4), 4, None
-    assert context.longest_divided_row(*asked, whole=whole, tried=context.Tried()) is None
+    whole = LongestRow(GRAIN, "memory", 1, None, None, None)
+    asked = request(run, architecture(10**6), 4)
+    assert context.longest_divided_row(asked, None, whole=whole, tried=context.Tried()) is None
 
 
 def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_why(monkeypatch):
-    def answer(run, _, machine, processes, asked, **search):
-        if run.tuning.mode == "qlora":
+    def answer(request, asked, **search):
+        if request.config.tuning.mode == "qlora":
             raise ConfigError("fused experts")
-        in_ram = run.parallel.offload == "ram"
-        return {"longest": 5 * GRAIN * processes * (1 + in_ram), "limit": "memory"}
+        in_ram = request.config.parallel.offload == "ram"
+        longest = 5 * GRAIN * request.processes * (1 + in_ram)
+        return LongestRow(longest, "memory", 1, None, None, None)
 
     monkeypatch.setattr(context, "longest_row", answer)
-    run = config().model_copy(update={"parallel": RunConfig.model_fields["parallel"].default})
-    steps = []
-    rows = longest_rows(
-        run, architecture(), lambda count: what_if("L4", count), (1, 2), ("lora", "qlora"), None, steps.append
-    )
+    run, steps = config().changed({"parallel.offload": "auto"}), []
+    requests = [request(run, architecture(), count) for count in (1, 2)]
+    rows = longest_rows(requests, ("lora", "qlora"), None, steps.append)
     assert [(row["mode"], row["processes"], row["offload"], row["longest"]) for row in rows] == [
         ("lora", 1, "none", 5120), ("lora", 1, "ram", 10240), ("lora", 2, "none", 10240), ("lora", 2, "ram", 20480),
         ("qlora", 1, "none", None), ("qlora", 2, "none", None),

@@ -5,11 +5,11 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
-from sft_play.planning.devices import training_device
+from sft_play.planning.candidates import allowed_plans, estimator_of
 from sft_play.planning.drafts import leanest
 from sft_play.planning.reach import within_reach
-from sft_play.planning.run import allowed_plans, estimator_of_run
-from sft_play.reasons import WeightsAlone
+from sft_play.planning.request import Request
+from sft_play.reasons.choices import WeightsAlone
 from sft_play.sizing.architecture import Architecture
 from tests.unit.planning.test_run import FACTS
 
@@ -29,8 +29,12 @@ def run(mode: str, engine: str = "auto") -> RunConfig:
     )
 
 
+def request(config: RunConfig) -> Request:
+    return Request(config, MODEL, FACTS, MACHINE, 16, machines=2)
+
+
 def drafts(config: RunConfig):
-    return leanest(allowed_plans(config, MODEL, FACTS, training_device(MACHINE), 16, machines=2)[0])
+    return leanest(allowed_plans(request(config))[0])
 
 
 @pytest.mark.thorough
@@ -38,7 +42,7 @@ def drafts(config: RunConfig):
 def test_what_is_left_out_would_not_have_fit(mode):
     """Also not by one byte: what counts for a plan is never more than the weights that it holds throughout."""
     config = run(mode)
-    estimate = estimator_of_run(config, MODEL, FACTS, MACHINE, 16)
+    estimate = estimator_of(request(config))
     for plan in drafts(config):
         held = min(terms["weights"] for terms in estimate(config, plan).phase_terms.values())
         kept, why = within_reach(config, MODEL, [plan, *drafts(run(mode, "deepspeed_z3"))], held)

@@ -17,15 +17,15 @@ from sft_play.machine.host import Host
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
-from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.measured_speed import Timing, speed_path, write_times
 from sft_play.planning.other_machines import scaling
-from sft_play.planning.run import plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.speed import profile_of
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
-from sft_play.sizing.architecture import text_of
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.budget import guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
@@ -46,7 +46,7 @@ CPU = Machine(gpus=(), note="", host=HOST)
 DECIDED = dict(memory_gib=2, batch_size=2, gradient_checkpointing=True)
 LENGTHS = np.random.default_rng(0).integers(36, 65, 1000)
 FACTS = DataFacts(LENGTHS, LENGTHS, longest_row=64, mean_tokens=50.0, mean_squared_tokens=2570.0, seed=0)
-MODEL = small_config("llama", WIDE)
+MODEL = Architecture.of(small_config("llama", WIDE))
 
 
 def run(mode="lora", memory_gib="auto", **train) -> RunConfig:
@@ -59,6 +59,18 @@ def run(mode="lora", memory_gib="auto", **train) -> RunConfig:
             "parallel": {"memory_gib": memory_gib},
         }
     )
+
+
+def request(config: RunConfig, machine: Machine) -> Request:
+    return Request(config, MODEL, FACTS, machine, 1)
+
+
+def planned(config: RunConfig, machine: Machine) -> Plan:
+    return fastest_plan(request(config, machine))
+
+
+def scaled_runs(config: RunConfig, machine: Machine) -> list[dict]:
+    return scaling(request(config, machine))
 
 
 def facts(
@@ -195,7 +207,7 @@ def test_only_a_mixture_has_experts_to_balance():
     with pytest.raises(
         ConfigError, match=r"router_aux_loss_coef=0\.01 balances the experts .* leave it at 0"
     ):
-        plan_run(run(router_aux_loss_coef=0.01), MODEL, FACTS, CPU, 1)
+        planned(run(router_aux_loss_coef=0.01), CPU)
 
 
 @pytest.mark.thorough
@@ -203,20 +215,20 @@ def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     machine = what_if("RTX 4090")
     budget = memory_device(run(memory_gib=2), machine, 1)
     assert budget.budget_bytes == 2 * GIB - guard("cuda", 2 * GIB).bytes
-    plan = plan_run(run(**DECIDED), MODEL, FACTS, machine, 1)
+    plan = planned(run(**DECIDED), machine)
     assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
     assert "each process may use 2 GiB (parallel.memory_gib)" in plan.why
     assert any(reason.startswith("guard 256.00 MiB: ") for reason in plan.why)
 
 
 def test_a_limit_above_what_is_free_says_what_is_free():
-    plan = plan_run(run(**DECIDED | {"memory_gib": 20}), MODEL, FACTS, CPU, 1)
+    plan = planned(run(**DECIDED | {"memory_gib": 20}), CPU)
     assert "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free" in plan.why
 
 
 @pytest.mark.thorough
 def test_more_processes_keep_the_effective_batch_and_the_rate_unless_told_otherwise():
-    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("H100"))
+    rows = scaled_runs(run(effective_batch_size=16), what_if("H100"))
     assert [row["world_size"] for row in rows] == [1, 2, 4, 8]
     assert {row["effective_batch_size"] for row in rows} == {16}
     assert all(row["learning_rates"] == dict.fromkeys(("none", "sqrt", "linear"), 2e-4) for row in rows)
@@ -228,16 +240,14 @@ def test_more_processes_keep_the_effective_batch_and_the_rate_unless_told_otherw
 
 
 def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_their_rules():
-    rows = scaling(run(batch_size=2, grad_accum=2), MODEL, FACTS, what_if("H100"))
+    rows = scaled_runs(run(batch_size=2, grad_accum=2), what_if("H100"))
     assert [row["effective_batch_size"] for row in rows] == [4, 8, 16, 32]
     assert [row["steps_per_epoch"] for row in rows] == [250, 125, 63, 32]
     last = rows[-1]["learning_rates"]
     assert last == {"none": 2e-4, "sqrt": pytest.approx(2e-4 * 8**0.5), "linear": pytest.approx(16e-4)}
     assert rows[-1]["learning_rate"] == 2e-4 and rows[-1]["reference_batch_size"] == 4
-    scaled = scaling(
+    scaled = scaled_runs(
         run(batch_size=2, grad_accum=2, lr_scaling="linear", reference_batch_size=8),
-        MODEL,
-        FACTS,
         what_if("H100"),
     )
     assert all(row["learning_rate"] == pytest.approx(row["learning_rates"]["linear"]) for row in scaled)
@@ -245,7 +255,7 @@ def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_the
 
 @pytest.mark.thorough
 def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
-    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("A10"))
+    rows = scaled_runs(run(effective_batch_size=16), what_if("A10"))
     assert rows[0]["speed_up"] == 1
     # the calls of so small a model take as long for fewer rows
     assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
@@ -255,13 +265,15 @@ def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
 def test_what_a_step_sends_for_divided_tokens_does_not_depend_on_the_split():
     sent = []
     for rows, accumulation in ((1, 8), (8, 1)):
-        config = with_groups(run(gradient_checkpointing=False, batch_size=rows, grad_accum=accumulation), 2)
-        sent.append(scaling(config, MODEL, FACTS, what_if("H100"))[1]["exchanged_bytes"])
+        asked = request(
+            run(gradient_checkpointing=False, batch_size=rows, grad_accum=accumulation), what_if("H100")
+        )
+        sent.append(scaling(asked.in_groups_of(2))[1]["exchanged_bytes"])
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
 def test_numbers_of_processes_that_cannot_be_say_why():
-    rows = scaling(run(effective_batch_size=6), MODEL, FACTS, what_if("H100"))
+    rows = scaled_runs(run(effective_batch_size=6), what_if("H100"))
     assert "fewer than the 8 processes; set it to 8 or more" in rows[3]["problem"]
 
 
@@ -276,7 +288,7 @@ def test_numbers_of_processes_that_cannot_be_say_why():
     ],
 )
 def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability, kernels):
-    plan = plan_run(run(memory_gib=2), MODEL, FACTS, what_if(name), 1)
+    plan = planned(run(memory_gib=2), what_if(name))
     assert plan.compute_capability == capability
     assert StepSpec.of(run(), plan).compute_capability == kernels
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -291,7 +303,7 @@ def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_
     tree["tuning"]["lora"]["modules_to_save"] = ["embed_tokens", "input_layernorm"]
     whole = RunConfig.model_validate(tree)
     plain, rows, modules = (
-        plan_run(config, MODEL, FACTS, what_if("RTX 4090"), 1) for config in (run(**DECIDED), tokens, whole)
+        planned(config, what_if("RTX 4090")) for config in (run(**DECIDED), tokens, whole)
     )
     trained = "2 new tokens: 1,024 parameters of the embedding and output head are trained for them"
     assert trained in rows.why
@@ -307,7 +319,7 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     mixed = replace(both, gpus=(both.gpus[0], what_if("T4").gpus[0]))
     assert training_device(mixed).compute_capability == (7, 5)
     unknown = replace(both, gpus=(replace(both.gpus[0], compute_capability=None),))
-    plan = plan_run(run(**DECIDED), MODEL, FACTS, unknown, 1)
+    plan = planned(run(**DECIDED), unknown)
     assert any("compute capability unknown" in reason and "8.0" in reason for reason in plan.why)
     assert StepSpec.of(run(), plan).compute_capability == (8, 0)
 
@@ -327,7 +339,7 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     ],
 )
 def test_the_plan_says_what_is_known_of_errors_on_such_gpus(name, mode, said):
-    plan = plan_run(run(mode, memory_gib=2), MODEL, FACTS, what_if(name), 1)
+    plan = planned(run(mode, memory_gib=2), what_if(name))
     assert any(re.search(said, reason) for reason in plan.why)
 
 
@@ -350,13 +362,13 @@ def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, exp
 
 @pytest.mark.thorough
 def test_a_plan_for_a_gpu_says_what_the_process_takes_and_what_is_known_of_errors():
-    plan = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    plan = planned(run(memory_gib=4), what_if("T4"))
     tree = plan.to_json()["memory"]
     assert tree["peak_bytes"] < tree["reserved_bytes"] < tree["process_bytes"] <= tree["budget_bytes"]
     assert tree["process_bytes"] == tree["reserved_bytes"] + tree["terms"]["context"]
     assert any("errors in " in reason and "7.5: allocated -" in reason for reason in plan.why)
     assert any("memory-efficient kernel" in reason for reason in plan.why)
-    unmeasured = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("RTX 3090"), 1)
+    unmeasured = planned(run(memory_gib=4), what_if("RTX 3090"))
     assert any("no measurements on compute capability 8.6" in reason for reason in unmeasured.why)
 
 
@@ -364,7 +376,7 @@ def test_a_plan_for_a_gpu_says_what_the_process_takes_and_what_is_known_of_error
 def test_fragmentation_decides_in_the_end(monkeypatch):
     """A plan that the search takes for roomy is dropped if its replay shows that it does not fit."""
     budget = 4 * GIB
-    first = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    first = planned(run(memory_gib=4), what_if("T4"))
     largest = first.micro_batch_tokens
     whole = memory.reserved_bytes
 
@@ -373,7 +385,7 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
         return budget if is_largest else whole(step, peak_bytes, device, warmup_bytes)
 
     monkeypatch.setattr(memory, "reserved_bytes", much_for_the_largest)
-    second = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    second = planned(run(memory_gib=4), what_if("T4"))
     assert second.micro_batch_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
 
@@ -381,17 +393,17 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
 def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     config = run(effective_batch_size=8, batch_size=4, gradient_checkpointing=False)
-    before = plan_run(config, MODEL, FACTS, CPU, 1)
-    path = record_path(text_of(MODEL), "the CPU", config, before)
+    before = planned(config, CPU)
+    path = record_path(MODEL.text, "the CPU", config, before)
     assert (before.memory.origin, before.step_seconds_origin) == ("trace", "profile")
     phases = {phase: round(1.01 * size) + 2**17 for phase, size in before.memory.phases.items()}
     write_record(path, before, ProbeResult(phases=phases, expected=before.memory.phases))
-    speeds = speed_path(text_of(MODEL), "the CPU", config, before, profile_of(CPU, 1))
+    speeds = speed_path(MODEL.text, "the CPU", config, before, profile_of(CPU, 1))
     write_times(speeds, [Timing.of(before, 1.0, 0.01)])
-    after = plan_run(config, MODEL, FACTS, CPU, 1)
+    after = planned(config, CPU)
     assert (after.memory.origin, after.step_seconds_origin) == ("earlier run", "earlier run")
     assert after.step_seconds == pytest.approx(1.0) and after.profile_seconds == before.step_seconds
-    assert record_path(text_of(MODEL), "the CPU", config, after) == path
+    assert record_path(MODEL.text, "the CPU", config, after) == path
     assert not any("seconds from the profile" in reason for reason in after.why)
     again = Plan.from_json(json.loads(json.dumps(after.to_json())))
     assert (again.memory.origin, again.step_seconds_origin) == ("earlier run", "earlier run")
@@ -407,11 +419,11 @@ def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tri
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     fixed = run(effective_batch_size=8, batch_size=4, gradient_checkpointing=False)
     auto = run(effective_batch_size=8, gradient_checkpointing=False)
-    before = plan_run(fixed, MODEL, FACTS, CPU, 1)
-    write_ran_out(record_path(text_of(MODEL), "the CPU", fixed, before), before)
+    before = planned(fixed, CPU)
+    write_ran_out(record_path(MODEL.text, "the CPU", fixed, before), before)
     for free_gib in (15, 16, 16.5):
         later = replace(CPU, host=replace(HOST, ram_free_bytes=int(free_gib * GIB)))
-        again, smaller = plan_run(fixed, MODEL, FACTS, later, 1), plan_run(auto, MODEL, FACTS, later, 1)
+        again, smaller = planned(fixed, later), planned(auto, later)
         assert (again.micro_batch_size, smaller.micro_batch_size) == (4, 2)
         assert again.memory.phases == before.memory.phases
         assert any("so this one is tried again" in reason for reason in again.why)

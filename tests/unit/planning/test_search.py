@@ -10,15 +10,15 @@ from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import (
+from sft_play.reasons.choices import (
     Activations,
     EngineChoice,
     GatheredWeights,
-    MasterWeights,
     MicroBatch,
     Offload,
     OtherKind,
 )
+from sft_play.reasons.method import MasterWeights
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -616,9 +616,7 @@ def test_what_cannot_fit_is_not_traced(processes):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "deepspeed_z3"])
-@pytest.mark.parametrize(
-    "setting", [{"reshard_after_forward": False}, {"defer_exchange": True}, {"prefetch_layers": 2}]
-)
+@pytest.mark.parametrize("setting", [{"reshard_after_forward": False}, {"defer_exchange": True}])
 def test_an_engine_that_has_no_such_thing_is_refused(engine, setting):
     with pytest.raises(ValueError, match=f"does not work with parallel.engine={engine}, only with fsdp2"):
         RunConfig.model_validate(config().model_dump() | {"parallel": {"engine": engine, **setting}})

@@ -9,18 +9,32 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3NextConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.plan import Device
+from sft_play.machine.gpus import Machine
+from sft_play.machine.host import Host
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.clock import sent_bytes, sequence_messages
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import allowed_plans
-from sft_play.report.reasons import batch_sentence
+from sft_play.planning.request import Request
+from sft_play.reasons.choices import EffectiveBatch
+from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import StepSpec
 
 LLAMA = dict(
     hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=64,
 )  # fmt: skip
-CPU = Device(kind="cpu", name="the CPU", bf16=True)
+CPU = Machine(
+    gpus=(),
+    note="",
+    host=Host(
+        cpu_model=None,
+        cpu_cores=2,
+        cpu_bf16=None,
+        ram_total_bytes=None,
+        ram_free_bytes=None,
+        ram_limited=False,
+    ),
+)
 LENGTHS = np.array([40, 24, 33, 8] * 4)
 FACTS = DataFacts(LENGTHS, LENGTHS - 1, 40, float(LENGTHS.mean()), float((LENGTHS**2).mean()), seed=0)
 
@@ -33,8 +47,8 @@ def run(size: int, **sections) -> RunConfig:
 
 
 def plans(config: RunConfig, architecture=None, processes: int = 6, machines: int = 1):
-    architecture = architecture or LlamaConfig(**LLAMA)
-    return allowed_plans(config, architecture, FACTS, CPU, processes, machines)[0]
+    model = Architecture.of(architecture or LlamaConfig(**LLAMA))
+    return allowed_plans(Request(config, model, FACTS, CPU, processes, machines))[0]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,7 @@ def test_the_effective_batch_stays_and_a_group_counts_once():
     assert divided.sequence_ranks == 3 and divided.data_ranks == 2
     same = replace(divided, world_size=2, sequence_ranks=1)
     assert whole == same  # rows, micro-batches, steps and rate
-    assert batch_sentence(divided) == (
+    assert str(EffectiveBatch(divided)) == (
         "effective batch 8 sequences = micro-batch 2 x accumulation 2 x 2 groups of 3 processes"
     )
 

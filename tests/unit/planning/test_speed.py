@@ -16,9 +16,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.plan import EARLIER
-from sft_play.planning import measurement, run, speed
+from sft_play.planning import measurement, speed
+from sft_play.planning.explain import profile_reasons
 from sft_play.planning.profile import Curve, derived_from_data_sheet
-from sft_play.reasons import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
+from sft_play.reasons.evidence import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
@@ -62,14 +63,14 @@ def test_what_was_measured_on_a_busy_machine_counts_in_no_plan_and_is_measured_a
         assert speed.saved_profile(CPU, 1).busy == 0.4
         assert speed.profile_of(CPU, 1) == assumed
         assert speed.profile_of(CPU, 2) == speed.derived_profile(CPU, 2)  # nor is it shared by processes
-        assert run.profile_reasons(CPU, 1) == [ProfileSource(busy.device, "assumed, not measured"), busy]
-        assert run.profile_reasons(CPU, 1, EARLIER) == [SecondsOfEarlierRun(), busy]
-        assert busy in run.profile_reasons(CPU, 2)
+        assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "assumed, not measured"), busy]
+        assert profile_reasons(CPU, 1, EARLIER) == [SecondsOfEarlierRun(), busy]
+        assert busy in profile_reasons(CPU, 2)
     percent = 2.0
     assert speed.saved_profile(CPU, 1).busy == 0.0
     assert speed.profile_of(CPU, 1) == speed.read_profile("Some CPU @ 2 GHz", 2) != assumed
-    assert run.profile_reasons(CPU, 1) == [ProfileSource(busy.device, "measured")]
-    assert busy not in run.profile_reasons(CPU, 2)
+    assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "measured")]
+    assert busy not in profile_reasons(CPU, 2)
 
 
 def test_a_gpu_of_unknown_speed_that_was_measured_while_busy_has_no_seconds_and_the_plan_says_why():
@@ -77,7 +78,7 @@ def test_a_gpu_of_unknown_speed_that_was_measured_while_busy_has_no_seconds_and_
     name = speed.device_name(unknown)
     speed.write_profile(name, None, replace(made(name), busy=0.4))
     assert speed.profile_of(unknown, 1) is None
-    assert run.profile_reasons(unknown, 1) == [OnlyWhileBusy(name)]
+    assert profile_reasons(unknown, 1) == [OnlyWhileBusy(name)]
 
 
 def test_a_program_beside_the_measurement_is_noticed():
@@ -202,12 +203,12 @@ def test_damaged_measurements_are_none(text):
 
 
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
-    alone, pair = run.profile_reasons(CPU, 1), run.profile_reasons(CPU, 2)
+    alone, pair = profile_reasons(CPU, 1), profile_reasons(CPU, 2)
     assert len(alone) == 1
     assert pair[1] == Communication(2, measured=False, links=(), measured_later=True)
     speed.write_collectives(speed.device_name(CPU), 2, measured(0.2))
-    assert run.profile_reasons(CPU, 2)[1].measured
-    sheet = run.profile_reasons(what_if("H100 80GB", 8), 8)[1]
+    assert profile_reasons(CPU, 2)[1].measured
+    sheet = profile_reasons(what_if("H100 80GB", 8), 8)[1]
     assert sheet.links[0] > 1e9 and not sheet.measured and not sheet.measured_later
 
 

@@ -7,13 +7,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory, Plan
-from sft_play.planning.devices import training_device
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.drafts import draft_plans, leanest
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import allowed_plans, plan_run
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.search import choose_plan
 from sft_play.planning.tiles import may_tile, with_tiles
-from sft_play.reasons import Tiles
+from sft_play.reasons.choices import Tiles
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import GIB
 from tests.unit.planning.test_search import GPU, clock, config
@@ -109,11 +110,10 @@ def test_bad_settings_are_refused_in_one_sentence(train, said):
 def test_a_mixture_of_experts_is_refused_only_if_tiles_are_asked_for():
     machine, facts = what_if("RTX 4090", 1), DataFacts.full_rows(ROW, 0)
     mixture = Architecture.of(small_config("qwen3_moe", WIDE, max_position_embeddings=ROW))
-    device = training_device(machine)
-    drafts, _ = allowed_plans(config(), mixture, facts, device, 1)
+    drafts, _ = allowed_plans(Request(config(), mixture, facts, machine, 1))
     assert {draft.mlp_tiles for draft in drafts} == {1}
     with pytest.raises(ConfigError, match="train.mlp_tiles=4: the layers of qwen3_moe have no MLP.*=auto"):
-        allowed_plans(config(mlp_tiles=4), mixture, facts, device, 1)
+        allowed_plans(Request(config(mlp_tiles=4), mixture, facts, machine, 1))
 
 
 @pytest.mark.thorough
@@ -126,7 +126,7 @@ def test_a_run_gets_tiles_where_the_traced_steps_fit_with_them_alone():
 
     def plan(budget: int | None = None, **train) -> Plan:
         run = config(activations="recompute", batch_size=1, **train)
-        return plan_run(run, wide, facts, machine, 1, budget_bytes=budget, explain=False)
+        return fastest_plan(Request(run, wide, facts, machine, 1, budget_bytes=budget), explain=False)
 
     whole, tiled = plan(mlp_tiles=1), plan(mlp_tiles=8)
     between = (whole.memory.process_bytes + tiled.memory.process_bytes) // 2

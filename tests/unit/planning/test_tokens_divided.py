@@ -12,16 +12,18 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.gpus import what_if
-from sft_play.planning import advice, fewest, groups
-from sft_play.planning.advice import Change, Request, changed, changes_that_fit, plan_or_advise
+from sft_play.planning import advice, fewest, planner
+from sft_play.planning.advice import Change, advise, plan_or_advise
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import plans_by_mode
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
 from sft_play.sizing.architecture import Architecture
 from tests.unit.train.plans import PLAN
 
 GIB = 2**30
-MODEL = small_config("llama", WIDE)  # 8 heads
+MODEL = Architecture.of(small_config("llama", WIDE))  # 8 heads
 # GiB a process, of which a quarter stays free: whole rows fit, groups of two are enough, groups of four are
 WHOLE, TWO, FOUR = 2.05, 1.9, 1.8
 KEY = "parallel.sequence_parallel_size"
@@ -65,8 +67,8 @@ def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_en
     assert len(said) == (ranks > 1)
     if said:
         with pytest.raises(DoesNotFitError):
-            changed(asked, {KEY: 1}).plan()
-        typed = changed(asked, {KEY: ranks}).plan()
+            fastest_plan(asked.changed({KEY: 1}))
+        typed = fastest_plan(asked.changed({KEY: ranks}))
         assert replace(plan, why=plan.why[:-1]) == typed and said[0].startswith(
             f"groups of {ranks} processes"
         )
@@ -84,11 +86,12 @@ def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it
         plan_or_advise(
             asked, lambda change: "typed " + " ".join(f"{k}={v}" for k, v in change.settings.items())
         )
-    found = changes_that_fit(asked)
+    found = advise(asked)
     assert divided(found) == [{KEY: 2} | ({"train.grad_accum": 8} if batch else {})]
     (plan,) = [change.plan for change in found if KEY in change.settings]
     assert (plan.effective_batch_size, plan.micro_batch_size, plan.sequence_ranks) == (16, 1, 2)
-    assert plan.memory.fits and changed(asked, divided(found)[0]).plan(explain=False) == plan
+    assert plan.memory.fits
+    assert fastest_plan(asked.changed(divided(found)[0]), explain=False) == plan
 
 
 @pytest.mark.thorough
@@ -98,14 +101,14 @@ def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it
         ({"neftune_noise_alpha": 5}, 4, MODEL),
         ({"padding_free": False}, 4, MODEL),
         ({}, 1, MODEL),
-        ({}, 4, small_config("llama", TALL)),  # 5 heads
+        ({}, 4, Architecture.of(small_config("llama", TALL))),  # 5 heads
     ],
 )
 def test_what_cannot_be_divided_is_neither_chosen_nor_advised(train, gpus, model):
     """Where groups of four would be enough."""
     asked = replace(request(FOUR, gpus, **train), architecture=model)
     with suppress(DoesNotFitError):  # a GPU alone has more room
-        assert gpus == asked.plan(explain=False).sequence_ranks == 1
+        assert gpus == fastest_plan(asked, explain=False).sequence_ranks == 1
     assert list(advice._fitting(asked, [advice._divisions(asked)])) == []
 
 
@@ -162,33 +165,33 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
     known = dict(zip((1, 2, 4, 8), ways, strict=True))
     planned = []
 
-    def plan_run(config, *run, **how):
-        size = config.parallel.sequence_ranks
+    def plan_with(request, accept, **how):
+        size = request.config.parallel.sequence_ranks
         planned.append(size)
         if known[size] is None:
             raise DoesNotFitError("too much")
         seconds, saving = known[size]
         return replace(PLAN, sequence_ranks=size, world_size=8, step_seconds=seconds, **saving)
 
-    def least(run, machines, accept):
-        way = known[run[0].parallel.sequence_ranks]
+    def least(request, accept):
+        way = known[request.config.parallel.sequence_ranks]
         return 0 if way is None or way[1] else way[0]
 
-    monkeypatch.setattr(groups, "plan_run", plan_run)
-    monkeypatch.setattr(groups, "_least_seconds", least)
+    monkeypatch.setattr(planner, "_with_these_groups", plan_with)
+    monkeypatch.setattr(planner, "_least_seconds", least)
 
-    def memories(run, machines):
-        fits = known[run[0].parallel.sequence_ranks] is not None
+    def memories(request):
+        fits = known[request.config.parallel.sequence_ranks] is not None
         return [SimpleNamespace(fits=fits, process_bytes=2, budget_bytes=2, terms={"loss": 1})]
 
-    monkeypatch.setattr(groups, "leanest_memories", memories)
+    monkeypatch.setattr(planner, "leanest_memories", memories)
     asked = request(1, gpus=8, mlp_tiles="auto", gradient_checkpointing="auto")
-    asked = replace(asked, config=changed(asked, {"parallel.engine": "auto"}).config)
+    asked = asked.changed({"parallel.engine": "auto"})
     if chosen is None:
         with pytest.raises(DoesNotFitError, match="too much"):
-            asked.plan()
+            fastest_plan(asked)
         return
-    plan = asked.plan()
+    plan = fastest_plan(asked)
     assert plan.sequence_ranks == chosen and plan.step_seconds == known[chosen][0]
     assert len(plan.why) == len(PLAN.why) + (said is not None)
     if said:
@@ -200,10 +203,10 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
 def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     """As after memory ran out: with a smaller micro-batch, and nothing that the config leaves open."""
     asked = request(3)
-    first = changed(asked, {KEY: 2, "train.batch_size": 4}).plan(explain=False)
+    first = fastest_plan(asked.changed({KEY: 2, "train.batch_size": 4}), explain=False)
     monkeypatch.setattr(DataFacts, "of", lambda data, config: asked.facts)
     resolved = SimpleNamespace(config=asked.config)
-    job = Job(resolved, None, Architecture.of(MODEL), None, None, asked.machine, first)
+    job = Job(resolved, None, MODEL, None, None, asked.machine, first)
     again = plan_again(job, takes_less(first))
     assert (again.sequence_ranks, again.micro_batch_size, again.gradient_accumulation_steps) == (2, 2, 4)
     assert again.effective_batch_size == first.effective_batch_size and again.engine == first.engine
@@ -215,7 +218,7 @@ def test_the_fewest_gpus_divide_tokens_where_no_number_has_room_for_whole_rows(m
     monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
     for size in ("auto", 1):
         rows = DataFacts.full_rows(131_072, seed=0)  # so long that half of one saves more than NCCL takes
-        table = plans_by_mode(request(2.3, size=size).config, MODEL, rows, "RTX 4090", ("qlora",))["qlora"]
+        table = plans_by_mode(replace(request(2.3, size=size), facts=rows), ("qlora",))["qlora"]
         if size == 1:
             assert "does not fit" in table["problem"]
         else:

@@ -12,7 +12,7 @@ from sft_play.commands.report import write_report
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.compare_page import _difference, compare_table
 from sft_play.report.run_page import KeyNumber
-from sft_play.screen import Screen
+from sft_play.ui.screen import Screen
 from tests.unit.report.test_run_page import section
 from tests.unit.report.written_run import begin, finished, no_plots, train  # noqa: F401
 

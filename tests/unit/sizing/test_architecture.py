@@ -6,21 +6,21 @@ import shutil
 import pytest
 
 from benchmarks.small_models import WIDE, small_config
+from sft_play.cache import recall
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import load
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
+from sft_play.sizing.model_facts import model_facts, module_facts
 from sft_play.sizing.step import JoinedRows, StepSpec
 
 ASKED = [
-    (questions.hidden_size,),
-    (questions.position_limit,),
+    (model_facts,),
+    (module_facts,),
     (questions.attention, "auto", "cuda", (8, 0), "bfloat16"),
-    (questions.why_padded, True, "auto", "varlen_sdpa"),
     (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (questions.attention_kernel, StepSpec(mode="lora")),
-    (questions.four_bit,),
     (questions.trained_besides, 2, ("embed_tokens",)),
 ]
 
@@ -47,7 +47,6 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     for other in (
         (questions.attention, "auto", "cuda", (7, 5), "float16"),
         (questions.trained_besides, 3, ("embed_tokens",)),
-        (questions.why_padded, False, "auto", "varlen_sdpa"),
         (questions.attention_kernel, StepSpec(mode="full")),
     ):
         with pytest.raises(AssertionError, match="loaded"):
@@ -56,19 +55,23 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
 
 def test_another_architecture_is_asked_anew():
     config = small_config("llama", WIDE)
-    width = Architecture.of(config).ask(questions.hidden_size)
+    width = Architecture.of(config).facts.hidden_size
     wider = small_config("llama", WIDE)
     wider.hidden_size = 2 * width
-    assert Architecture.of(wider).ask(questions.hidden_size) == 2 * width
+    assert Architecture.of(wider).facts.hidden_size == 2 * width
 
 
-def test_an_error_is_not_kept(monkeypatch):
-    monkeypatch.setattr(questions, "CLAMPS_WEIGHTS", {"llama"})
+def test_facts_of_the_config_are_known_without_its_modules(monkeypatch):
+    monkeypatch.setattr("sft_play.model.architecture.empty_model", refuse)
+    assert Architecture.of(small_config("llama", WIDE)).facts.position_limit
+
+
+def test_an_error_is_not_kept():
+    named = (questions.trained_besides, 0, ("none",))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="clamps weights"):
-            Architecture.of(small_config("llama", WIDE)).ask(questions.four_bit)
-    monkeypatch.undo()
-    assert Architecture.of(small_config("llama", WIDE)).ask(questions.four_bit).experts == 0
+        with pytest.raises(ConfigError, match="no module of LlamaForCausalLM is named 'none'"):
+            Architecture.of(small_config("llama", WIDE)).ask(*named)
+    assert recall("trained_besides", Architecture.of(small_config("llama", WIDE)).text, *named[1:]) is None
 
 
 def test_code_of_a_models_own_is_asked_every_time():
@@ -76,9 +79,9 @@ def test_code_of_a_models_own_is_asked_every_time():
         pass
 
     own = OwnConfig(hidden_size=64)
-    assert Architecture.of(own).ask(questions.hidden_size) == 64
+    assert Architecture.of(own).facts.hidden_size == 64
     with pytest.raises(AssertionError, match="loaded"):
-        Architecture(text_of(own), refuse).ask(questions.hidden_size)
+        _ = Architecture(text_of(own), refuse).facts
 
 
 def test_the_same_model_in_two_folders_is_one_architecture(folder, tmp_path):
@@ -91,10 +94,10 @@ def test_the_same_model_in_two_folders_is_one_architecture(folder, tmp_path):
 def test_an_architecture_is_known_the_second_time(folder, named, monkeypatch):
     model = ModelConfig(name=str(folder) if named == "folder" else named)
     first, notes = planning_architecture(model)
-    width = first.ask(questions.hidden_size)
+    width = first.facts.hidden_size
     monkeypatch.setattr(load, "planning_config", refuse)
     again, same_notes = planning_architecture(model)
-    assert (again.text, same_notes, again.ask(questions.hidden_size)) == (first.text, notes, width)
+    assert (again.text, same_notes, again.facts.hidden_size) == (first.text, notes, width)
 
 
 def test_a_changed_model_is_loaded_again(folder, monkeypatch):

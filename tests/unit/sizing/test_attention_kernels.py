@@ -16,7 +16,7 @@ from sft_play.machine.catalogue import SPECS_FILE, find_specs
 from sft_play.model import attention_table
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import EFFICIENT, FLASH, fused_kernel, same_kernels
-from sft_play.reasons import AttentionKernel
+from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.attention_kernels import (
     FusedAttention,
     _call_of,

@@ -77,9 +77,7 @@ def test_steps_of_the_cpu_are_predicted_again_within_the_targets():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["sharding.json", "sharding_prefetched.json", "sharding_mixed.json", "sharding_in_ram.json"]
-)
+@pytest.mark.parametrize("name", ["sharding.json", "sharding_mixed.json", "sharding_in_ram.json"])
 def test_steps_that_fsdp2_divided_are_predicted_again_within_the_target(name):
     rows = [compare(case_of(row), row["measured"]) for row in every(results_of(name)["rows"])]
     assert len({row["architecture"] for row in rows}) >= 6

@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
-from sft_play.reasons import Corrected, RanOutBefore
+from sft_play.reasons.evidence import Corrected, RanOutBefore
 from sft_play.sizing import corrections, step
 from sft_play.sizing.corrections import (
     ProbeResult,

@@ -29,12 +29,6 @@ def test_kept_layers_and_the_one_before_them_are_of_other_kinds():
     assert stand_ins_of([0] * 6, 3) == (0, 1, 2, 3, 3, 4)
 
 
-def test_more_layers_are_traced_at_each_end_if_they_hand_something_on_further():
-    assert choose_layers([0] * 9, 2) == ([0, 1, 2, 7, 8], (0, 1, 2, 2, 2, 2, 2, 3, 4))
-    assert choose_layers([0] * 3, 2) == ([0, 1, 2], (0, 1, 2))
-    assert choose_layers([0], 3) == ([0], (0,))
-
-
 @pytest.mark.parametrize("kinds", [[0] * 9, [0, 0, 1] * 3, [0, 1, 1, 1, 0, 2]])
 def test_one_trace_gives_every_number_of_kept_layers_with_the_same_kinds(kinds):
     for kept in range(1, len(kinds)):

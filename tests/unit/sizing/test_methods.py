@@ -10,18 +10,15 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.cpu_meter import measure_step
 from benchmarks.random_models import random_model
 from benchmarks.small_models import TALL, WIDE, small_config
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import OPTIMIZERS, PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.config.train import TrainConfig
 from sft_play.extras import install_command
 from sft_play.model.noise import add_noise
-from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
-from sft_play.train.session import OPTIMIZERS
 
-ALL = TrainConfig.model_json_schema()["properties"]["optimizer"]["enum"]
-INSTALLED = [name for name in ALL if name != SCHEDULE_FREE or find_spec("schedulefree")]
+SCHEDULE_FREE = "schedule_free_adamw"
+INSTALLED = [name for name in OPTIMIZERS if name != SCHEDULE_FREE or find_spec("schedulefree")]
 ON_CPU = [name for name in INSTALLED if not name.startswith("paged")]
 SHAPES = [(96, 64), (100,), (4, 40, 48)]
 
@@ -31,7 +28,7 @@ SHAPES = [(96, 64), (100,), (4, 40, 48)]
 def test_states_are_those_that_the_trainers_optimizer_has_after_a_step(name, dtype, tmp_path):
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
-    args = SFTConfig(output_dir=str(tmp_path), optim=OPTIMIZERS.get(name, name), use_cpu=True, bf16=False)
+    args = SFTConfig(output_dir=str(tmp_path), optim=OPTIMIZERS[name].trainer, use_cpu=True, bf16=False)
     kind, settings = SFTTrainer.get_optimizer_cls_and_kwargs(args)
     real = kind(parameters, **settings)
     ours = make_optimizer(name, parameters)
@@ -44,7 +41,7 @@ def test_states_are_those_that_the_trainers_optimizer_has_after_a_step(name, dty
         optimizer.step()
     assert len(real.state) == len(SHAPES)
     for parameter in parameters:
-        expected = optimizer_state(parameter, StepSpec(mode="full", optimizer=name), embedding=False)
+        expected = optimizer_state(name, parameter, "cpu")
         for optimizer in (real, ours):
             found = optimizer.state[parameter]
             assert found.keys() == expected.keys()
@@ -124,6 +121,6 @@ def test_every_optimizer_is_sized_for_a_gpu():
 
 
 def test_large_states_are_paged_and_small_ones_are_not():
-    spec = StepSpec(mode="full", optimizer="paged_lion_32bit", device="cuda")
     for count, place in ((PAGED_FROM - 1, "cpu"), (PAGED_FROM, "meta")):
-        assert optimizer_state(torch.zeros(count), spec, embedding=False)["state1"].device.type == place
+        state = optimizer_state("paged_lion_32bit", torch.zeros(count), "cuda")
+        assert state["state1"].device.type == place

@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from sft_play.config.schema import RunConfig
-from sft_play.planning.run import scratch_reasons
-from sft_play.report.reasons import sentences
+from sft_play.planning.explain import scratch_reasons
 from sft_play.sizing import product_scratch, step
 from sft_play.sizing.product_scratch import MEASURED, Product, ScratchRule, rule_of
 from sft_play.sizing.step import JoinedRows, StepSpec
@@ -106,7 +105,7 @@ def test_a_plan_says_that_no_rule_describes_the_products_of_its_cpu(monkeypatch)
     monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: rules)
     config = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
     on_cpu = replace(PLAN, device="cpu", mixed_precision="bf16")
-    assert sentences(scratch_reasons(config, on_cpu, 1)) == (
+    assert tuple(map(str, scratch_reasons(config, on_cpu, 1))) == (
         "scratch of bfloat16 products follows no rule on this CPU, off by 30%",
     )
     monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: rules[:1])

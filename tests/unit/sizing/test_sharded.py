@@ -65,38 +65,6 @@ def test_few_layers_represent_all_of_a_divided_model_to_the_byte(name, changes):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("ahead", "name", "changes"),
-    [
-        (2, "llama", dict(mode="lora", activations="recompute", **ON_GPU)),
-        pytest.param(3, "qwen3_moe", dict(mode="lora", accumulates=True), marks=pytest.mark.slow),
-        pytest.param(2, "llama", dict(activations="recompute", kept_layers=2), marks=pytest.mark.slow),
-    ],
-)
-def test_few_layers_represent_all_whose_weights_are_gathered_further_ahead(ahead, name, changes):
-    """To the byte; a layer's buffer is freed one layer after that layer, so more of them are at each end."""
-    config, step = small_config(name, SMALL | {"layers": 11}), spec(prefetch_layers=ahead, **changes)
-    few, full = (trace_step(config, step, all_layers=every) for every in (False, True))
-    assert len(set(few.stand_ins)) == 2 * (ahead + 1) + 1 and not full.stand_ins
-    few, full = few.step.peaks(), full.step.peaks()
-    assert few.pop("optimizer").bytes == pytest.approx(full.pop("optimizer").bytes, abs=2000)
-    assert few == full
-
-
-@pytest.mark.thorough
-def test_a_layer_more_is_held_for_each_that_is_gathered_further_ahead():
-    """Its matrices, norms, and adapters of rank 4, in fp32."""
-    config = small_config("llama", SMALL | {"layers": 11})
-    inner = 2 * (256 + 256) + 2 * (256 + 64) + 3 * (256 + 704)
-    layer = 4 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 704 + 2 * 256 + 4 * inner)
-    held = [
-        trace_step(config, spec(mode="lora", prefetch_layers=ahead)).step.peaks()["evaluation"].bytes
-        for ahead in (2, 3)
-    ]
-    assert held[1] - held[0] == layer
-
-
-@pytest.mark.thorough
 def test_layers_of_several_shapes_are_all_traced():
     """A layer's weights are gathered while its neighbor runs, so what stands for it must be as large."""
     config = small_config("qwen3_moe", SMALL, mlp_only_layers=[1])

@@ -6,8 +6,8 @@ import pytest
 # Each measurement in a process of its own, which inherits what takes seconds to import.
 SCRIPT = """
 import os
-from sft_play.machine.process import importing_torch
-with importing_torch():
+from sft_play.machine.process import importing_libraries
+with importing_libraries():
     import torch
     from sft_play.train.memory_meter import MemoryMeter
 

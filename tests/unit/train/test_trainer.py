@@ -10,11 +10,10 @@ from bitsandbytes.optim import GlobalOptimManager
 from transformers import AutoModelForCausalLM
 
 from benchmarks.small_models import WIDE, small_config
-from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.choices.optimizers import EIGHT_BIT_FROM
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
-from sft_play.sizing.optimizers import EIGHT_BIT_FROM
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
@@ -203,7 +202,7 @@ def test_what_has_8_bit_states_does_not_depend_on_an_earlier_run_of_the_process(
 
 def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained(trainer_of):
     pytest.importorskip("schedulefree")
-    trainer = trainer_of(optimizer=SCHEDULE_FREE, lr_schedule="constant")
+    trainer = trainer_of(optimizer="schedule_free_adamw", lr_schedule="constant")
     trainer.train()
     weight = next(weight for weight in trainer.model.parameters() if weight.dim() > 1)
     trainer.optimizer.train()

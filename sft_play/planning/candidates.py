@@ -1,0 +1,142 @@
+"""The plans that a request allows, before they are sized, and who predicts their memory."""
+
+from dataclasses import replace
+
+from sft_play.config.methods import METHODS
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import label_of
+from sft_play.errors import ConfigError
+from sft_play.model import float8, liger
+from sft_play.plan import Device, Estimator, Memory, Plan
+from sft_play.planning.clock import batches_of
+from sft_play.planning.compiled import require_compilable, require_compiler
+from sft_play.planning.drafts import choose_precision, draft_plans, leanest
+from sft_play.planning.request import Request
+from sft_play.planning.sequence import require_divisible, why_padded
+from sft_play.planning.speed import host_link
+from sft_play.planning.tiles import may_tile, with_tiles
+from sft_play.reasons.reason import Reason
+from sft_play.sizing import questions
+from sft_play.sizing.budget import DeviceBudget
+from sft_play.sizing.corrections import corrected_estimator, records_of
+from sft_play.sizing.estimator import estimator
+from sft_play.sizing.model_facts import require_packable
+from sft_play.ui.progress import describe
+from sft_play.units import AUTOCAST
+
+
+def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
+    """Every plan that the config allows, before memory is estimated, and what is known of rows and weights.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the device.
+    """
+    config, architecture, facts = request.config, request.architecture, request.facts
+    device, train = request.device, config.train
+    _require_kernels(request)
+    if train.router_aux_loss_coef and not architecture.facts.balances_experts:
+        raise ConfigError(
+            f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
+            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
+        )
+    quantized = config.tuning.mode == "qlora"
+    packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
+    attention = _attention(request)
+    require_compilable(config, architecture, attention, device)
+    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
+    require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
+    hidden_size = architecture.facts.hidden_size
+    tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
+    if train.mlp_tiles not in ("auto", 1) and not tiles:
+        raise ConfigError(
+            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.facts.model_type} have no MLP "
+            "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
+        )
+    drafts = draft_plans(
+        config,
+        device=device,
+        world_size=request.processes,
+        machines=request.on_machines,
+        rows=facts.rows,
+        max_seq_len=facts.longest_row,
+        attention=attention,
+        padding_free=not padded,
+        largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
+    )
+    drafts = with_tiles(train, drafts) if tiles else drafts
+    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    return drafts, [*packed, *([padded] if padded else [])]
+
+
+def _require_kernels(request: Request) -> None:
+    """Refuses kernels and compiled layers that device or model cannot run, or that are missing here."""
+    train, device, here = request.config.train, request.device, not request.machine.what_if
+    require_compiler(request.config, device, here=here)
+    if train.float8:
+        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
+    if train.kernels == "liger":
+        liger.require_runnable(device.kind, device.compute_capability, here=here)
+        served = request.architecture.modules.liger_modules
+        liger.require_modules(request.architecture.facts.model_type, served)
+
+
+def _attention(request: Request) -> str:
+    config, architecture, device = request.config, request.architecture, request.device
+    asked, kind, capability = config.model.attention, device.kind, device.compute_capability
+    dtype, autocast = choose_precision(config, device)
+    about = (asked, kind, capability, AUTOCAST.get(autocast.precision, dtype))
+    if config.parallel.sequence_ranks > 1 and asked == "auto":  # no package exchanges heads
+        about = (asked, "cpu", None, dtype)
+    if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
+        return questions.attention(architecture.config, *about)
+    return architecture.ask(questions.attention, *about)
+
+
+def candidates(request: Request) -> list[Plan]:
+    """Every plan that may be chosen, before memory is estimated; errors as of `allowed_plans`."""
+    drafts, _ = allowed_plans(request)
+    if request.config.train.asked_activations != "auto" or host_link(request.machine) is not None:
+        return drafts
+    return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
+
+
+def leanest_memories(request: Request) -> list[Memory]:
+    """The memory of the plans that take least.
+
+    Raises:
+        ConfigError: as of `allowed_plans`, or it is unknown how much memory is free.
+    """
+    estimate = estimator_of(request)
+    return [estimate(request.config, draft, complete=True) for draft in leanest(candidates(request))]
+
+
+def estimator_of(request: Request) -> Estimator:
+    """Predicts the memory of its plans, corrected by what earlier runs have shown.
+
+    Raises:
+        ConfigError: it is unknown how much memory is free.
+    """
+    if (budget := request.budget) is None:
+        raise ConfigError(f"nothing tells how much memory is free on {request.device.name}")
+    records = records_of(request.architecture.text, request.device.name)
+    return corrected_estimator(traced_estimator(request, budget), records)
+
+
+def traced_estimator(request: Request, budget: DeviceBudget) -> Estimator:
+    """Predicts the memory of its plans by the trace alone.
+
+    Says on the live line what it sizes: it may have to trace steps.
+    """
+    architecture, device = request.architecture, request.device
+    estimate = estimator(architecture, budget, batches_of(architecture, request.facts))
+
+    def sized(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
+        describe(f"planning: {_described(run, plan, device)}")
+        return estimate(run, plan, complete=complete)
+
+    return sized
+
+
+def _described(run: RunConfig, plan: Plan, device: Device) -> str:
+    how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
+    return f"{how}, micro-batch {plan.micro_batch_size:,} on {plan.world_size} x {device.name}"

@@ -1,0 +1,159 @@
+"""What a plan says of itself beside the reasons of the search: precision, kernels, methods, earlier runs."""
+
+from collections.abc import Callable, Iterator
+
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import Machine
+from sft_play.model import liger
+from sft_play.model.attention_table import ATTENTIONS, NAME, within
+from sft_play.plan import EARLIER, PROFILED, Estimator, Plan
+from sft_play.planning.clock import work_of_request
+from sft_play.planning.compiled import compiled_reasons
+from sft_play.planning.devices import training_threads
+from sft_play.planning.request import Request
+from sft_play.planning.speed import collectives_of, device_name, links_of, only_while_busy, profile_of
+from sft_play.reasons.evidence import (
+    Communication,
+    OnlyWhileBusy,
+    ProfileSource,
+    ScratchOffRule,
+    SecondsOfEarlierRun,
+)
+from sft_play.reasons.method import (
+    Decomposed,
+    LayerKernels,
+    LoraPlus,
+    Noise,
+    OptimizerStates,
+    Ranks,
+    Unproven,
+)
+from sft_play.reasons.reason import Reason
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.corrections import Record, reasons_of
+from sft_play.sizing.step import StepSpec
+from sft_play.units import AUTOCAST
+
+
+def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[Reason]:
+    """The kernel of attention, the methods, and what earlier runs have shown, of a plan with its memory.
+
+    Args:
+        request: that the plan is for.
+        plan: the chosen one.
+        record: of earlier runs of such steps.
+        estimate: sizes other kernels; None to leave them out.
+    """
+    assert plan.memory
+    config, architecture = request.config, request.architecture
+    kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
+    threads = training_threads(request.machine, request.processes) or 1
+
+    def trained_elements() -> int:
+        return work_of_request(request)(config, plan, plan.micro_batch_tokens).trained_elements
+
+    return [
+        *([kernel] if kernel else []),
+        *scratch_reasons(config, plan, threads),
+        *attention_reasons(config, plan, architecture),
+        *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
+        *compiled_reasons(config, plan, architecture),
+        *method_reasons(config, plan, trained_elements),
+        *reasons_of(record, plan, plan.memory),
+    ]
+
+
+def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[Reason]:
+    """On a CPU, that no rule describes what products take there, if none does."""
+    if plan.device != "cpu":
+        return []
+    spec = StepSpec.of(config, plan).on_this_cpu(threads)
+    worst = max((rule.worst for _, rule in spec.scratch if not rule.holds), default=None)
+    return [] if worst is None else [ScratchOffRule(spec.computed_in, worst)]
+
+
+def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+    """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
+    name, capability = "flash_attention_3", plan.compute_capability
+    row = ATTENTIONS[name]
+    ours = config.model.attention == "auto" and plan.attention == NAME and plan.sequence_ranks == 1
+    if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
+        return []
+    dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+    try:
+        architecture.ask(questions.attention, name, plan.device, capability, dtype)
+    except ConfigError:  # nobody asked for it
+        return []
+    return [Unproven(row.joined.label, f"model.attention={name}")]
+
+
+def layer_kernels(
+    config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
+) -> list[Reason]:
+    """Liger's kernels, and why they are off, where a GPU could run them; another step is traced for it."""
+    asked = config.train.kernels
+    if plan.device != "cuda" or asked == "own":
+        return []
+    try:
+        liger.require_runnable(plan.device, plan.compute_capability, here=False)
+        modules = architecture.modules.liger_modules
+        liger.require_modules(architecture.facts.model_type, modules)
+    except ConfigError:  # nobody asked for them
+        return []
+    own, ligers = (
+        estimate(config.changed({"train.kernels": kernels}), plan).peak_bytes for kernels in ("own", "liger")
+    )
+    if asked == "auto" and own <= ligers:
+        return []
+    return [LayerKernels("off" if asked == "auto" else "liger", modules, own - ligers)]
+
+
+def trained_besides(request: Request) -> list[Reason]:
+    """What is trained beside adapters."""
+    tuning, tokens = request.config.tuning, len(request.config.model.new_tokens)
+    modules = tuning.lora.modules_to_save if tuning.mode != "full" else ()
+    if not tokens and not modules:
+        return []
+    return [found for found in request.architecture.ask(questions.trained_besides, tokens, modules) if found]
+
+
+def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[Reason]:
+    """One for each method that is not the default, of a plan with its memory.
+
+    Steps may have to be traced to count the trained elements.
+    """
+    optimizer, lora = OPTIMIZERS[config.train.optimizer], config.tuning.lora
+    if optimizer.name != DEFAULT and plan.memory is not None:
+        states, paged = plan.memory.phase_terms["forward"]["optimizer"], None
+        if optimizer.unpaged:
+            paged = optimizer.moments * optimizer.bits // 8 * trained_elements() - states
+        yield OptimizerStates(optimizer.name, states, paged)
+    if config.tuning.mode != "full" and lora.rank_pattern:
+        yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
+    if config.tuning.mode != "full" and lora.plus_ratio:
+        yield LoraPlus(plan.learning_rate, lora.plus_ratio)
+    if config.tuning.mode != "full" and lora.init != "default":
+        yield Decomposed(lora.init)
+    if config.train.neftune_noise_alpha is not None:
+        yield Noise(config.train.neftune_noise_alpha)
+
+
+def profile_reasons(
+    machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1
+) -> list[Reason]:
+    """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
+    profile = profile_of(machine, processes)
+    found: list[Reason] = [OnlyWhileBusy(device_name(machine))] if only_while_busy(machine, processes) else []
+    if profile is None:
+        return found
+    source = ProfileSource(profile.device, profile.source)
+    found = [SecondsOfEarlierRun() if origin == EARLIER else source, *found]
+    if processes > 1:
+        collectives = collectives_of(machine, processes, replicas)
+        measured = collectives is not None and collectives.measured
+        links = links_of(machine, processes, replicas)
+        found.append(Communication(processes, measured, links, not machine.what_if))
+    return found

@@ -1,0 +1,204 @@
+"""The plan of a request, and whether its tokens are divided among groups of processes.
+
+Groups wait for each other in every layer, so rows stay whole that fit on the devices whole. Where they do
+not, or only with a last resort (MLPs in tiles, RAM), the predicted seconds decide how large groups are.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
+from sft_play.plan import Plan
+from sft_play.planning.candidates import allowed_plans, candidates, leanest_memories, traced_estimator
+from sft_play.planning.clock import plan_clock
+from sft_play.planning.devices import memory_reasons
+from sft_play.planning.drafts import draft_reasons
+from sft_play.planning.explain import profile_reasons, step_reasons, trained_besides
+from sft_play.planning.measured_speed import corrected_clock, speeds_of
+from sft_play.planning.reach import within_reach
+from sft_play.planning.request import Request
+from sft_play.planning.search import TIE, choose_plan
+from sft_play.planning.sequence import group_sizes
+from sft_play.planning.speed import profile_of
+from sft_play.reasons.choices import TokensDivided
+from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
+from sft_play.reasons.reason import Reason
+from sft_play.sizing.corrections import corrected_estimator, records_of
+
+BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
+Accept = Callable[[Plan], bool]
+
+
+def every(draft: Plan) -> bool:
+    """Accepts each plan."""
+    return True
+
+
+def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = True, mix: bool = True) -> Plan:
+    """The fastest plan that fits.
+
+    Tokens are divided if nothing else fits, or if a last resort would take longer; not if the config says how
+    large groups are, or the accumulation, which grows with them.
+
+    Args:
+        request: what is to be planned.
+        accept: which of the plans that the config allows are considered.
+        explain: as in `choose_plan`.
+        mix: whether some layers may be recomputed and others not.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the machine.
+        DoesNotFitError: nothing fits.
+    """
+    found, ruled_out = list[Plan](), False
+    problem: DoesNotFitError | None = None
+
+    def planned(each: Request) -> Plan:
+        return _with_these_groups(each, accept, explain=explain, mix=mix)
+
+    try:
+        found.append(planned(request))
+    except DoesNotFitError as error:
+        problem = error
+    with suppress(ConfigError, UntraceableModel):  # groups are refused for what the model or the config is
+        ruled_out = _add_larger_groups(found, request, accept, planned)
+    if not found:
+        assert problem
+        raise problem
+    chosen = _fastest(found)
+    if (
+        found == [chosen]
+        and chosen.sequence_ranks == request.config.parallel.sequence_ranks
+        and not ruled_out
+    ):
+        return chosen
+    slower = [
+        (plan.sequence_ranks, plan.step_seconds / chosen.step_seconds)
+        for plan in found
+        if plan is not chosen and plan.step_seconds and chosen.step_seconds
+    ]
+    reason = TokensDivided(chosen.sequence_ranks, tuple(slower), ruled_out)
+    return replace(chosen, why=(*chosen.why, str(reason)))
+
+
+def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
+    """The fastest plan whose groups are as large as the config says; else rows stay whole."""
+    config, architecture, device = request.config, request.architecture, request.device
+    allowed, about_rows = allowed_plans(request)
+    if not (drafts := [draft for draft in allowed if accept(draft)]):
+        raise DoesNotFitError("the config allows no other plan")
+    more = [*trained_besides(request), *about_rows, *_assumed_rows(request)]
+    if (budget := request.budget) is None:
+        plan, why = choose_plan(config, drafts, None, None)
+        found: list[Reason] = [UnknownFreeMemory(device.name)]
+    else:
+        machine, processes = request.machine, request.processes
+        drafts, beyond = within_reach(config, architecture, drafts, budget.budget_bytes)
+        more += [*beyond, *memory_reasons(config, machine, processes, budget)]
+        seconds, predict = plan_clock(request), traced_estimator(request, budget)
+        record_of = records_of(architecture.text, device.name)
+        speed_of = speeds_of(architecture.text, device.name, profile_of(machine, processes))
+        memory_of = corrected_estimator(predict, record_of)
+        time_of = corrected_clock(seconds, speed_of, request.facts.tokens_per_process)
+        layers = len(architecture.modules.layer_kinds) if mix else 0
+        try:
+            plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
+            plan = speed_of(config, plan).labelled(plan, seconds(config, plan))
+            more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
+            found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)
+        except UntraceableModel as error:
+            plan, why = choose_plan(config, drafts, None, None)
+            found = [Untraceable(str(error).splitlines()[0])]
+    return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *more])))
+
+
+def _assumed_rows(request: Request) -> list[Reason]:
+    facts = request.facts
+    return [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
+
+
+def _add_larger_groups(
+    found: list[Plan], request: Request, accept: Accept, planned: Callable[[Request], Plan]
+) -> bool:
+    """Adds plans of larger and larger groups to those found, as long as they may be the fastest.
+
+    Returns:
+        Whether it ended because no larger groups can be.
+    """
+    config, sizes = request.config, sizes_of_groups(request)
+    if not sizes or (found and not _saves_memory(config, found[0])):
+        return False
+    if not groups_may_help(request.with_offload("none") if found else request):
+        return False
+    for size in sizes:
+        in_groups = request.in_groups_of(size)
+        if not found:
+            if not any(memory.fits for memory in leanest_memories(in_groups)):
+                continue
+        elif not _saves_memory(config, best := _fastest(found)):
+            break
+        else:
+            least = _least_seconds(in_groups, accept)
+            if least is None or best.step_seconds is None:
+                break
+            if least >= (1 - TIE) * best.step_seconds:
+                return True
+        with suppress(DoesNotFitError):
+            found.append(planned(in_groups))
+    return False
+
+
+def sizes_of_groups(request: Request) -> list[int]:
+    """Sizes of groups that a plan may choose, ascending; none if the config has decided about it."""
+    config = request.config
+    if config.parallel.sequence_parallel_size != "auto" or config.train.grad_accum != "auto":
+        return []
+    return group_sizes(config, request.architecture, request.processes, request.on_machines)
+
+
+def groups_may_help(request: Request) -> bool:
+    """Whether whole rows would fit if nothing grew with their tokens; if not, groups need not be traced."""
+    return any(
+        memory.process_bytes - sum(memory.terms.get(term, 0) for term in BY_TOKENS) < memory.budget_bytes
+        for memory in leanest_memories(request)
+    )
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan:
+    """Of plans whose groups grow; the earlier one of two that tie, or if nothing tells which is faster."""
+    fastest = plans[0]
+    for plan in plans[1:]:
+        if (
+            plan.step_seconds
+            and fastest.step_seconds
+            and plan.step_seconds < (1 - TIE) * fastest.step_seconds
+        ):
+            fastest = plan
+    return fastest
+
+
+def _saves_memory(config: RunConfig, plan: Plan) -> bool:
+    """Whether a plan does what nobody asked for, and takes time, merely to save memory.
+
+    Of whole rows, recomputing them does not count: groups that would not have to are left out.
+    """
+    train, auto = config.train, config.train.asked_activations == "auto"
+    recomputes = plan.offloads_activations or (plan.recomputes and plan.sequence_ranks > 1)
+    in_ram = config.parallel.offload == "auto" and plan.offload != "none"
+    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.mlp_tiles > 1)
+
+
+def _least_seconds(request: Request, accept: Accept) -> float | None:
+    """Seconds of a step that no plan of these groups is below, whatever memory it takes; None if unknown.
+
+    Engines that divide weights are left out, unless there is no other: they send more, and have traces of
+    their own.
+    """
+    config = request.config
+    drafts = [draft for draft in candidates(request) if accept(draft) and not _saves_memory(config, draft)]
+    whole = [draft for draft in drafts if not engine_of(draft.engine).shards_weights]
+    seconds = plan_clock(request)
+    return min(filter(None, (seconds(config, draft) for draft in whole or drafts)), default=None)

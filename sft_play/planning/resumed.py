@@ -1,0 +1,58 @@
+"""The plan of a run that goes on: the one with which it began, if it fits, so that sums are rounded alike."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.parallel import ParallelConfig
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.plan import Plan
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
+from sft_play.runlog import continued_run, read_json
+
+# What the order of sums and the kernels depend on.
+KEPT = (
+    "engine", "offload", "world_size", "machines", "replicas", "sequence_ranks", "micro_batch_size",
+    "gradient_accumulation_steps", "packing", "padding_free", "activations", "mlp_tiles", "attention",
+    "mixed_precision", "dtype", "device", "compute_capability",
+)  # fmt: skip
+
+
+def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
+    """The plan of what `train.resume` may go on with; None if there is none that this version can read."""
+    folder = continued_run(run, config.train.resume)
+    if folder is None or not (folder / "plan.json").is_file():
+        return None
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        return Plan.from_json(read_json(folder / "plan.json"))
+    return None
+
+
+def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
+    """A plan that computes as an earlier one did; None if it does not fit, or is not allowed any more.
+
+    A plan with which memory has run out does not fit.
+    """
+    again = request.in_groups_of(earlier.sequence_ranks).changed(_ways_of(earlier, request.config.parallel))
+    try:
+        plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
+    except (DoesNotFitError, ConfigError):
+        return None
+    return None if plan.memory and plan.memory.ran_out else plan
+
+
+def _kept(plan: Plan) -> list[Any]:
+    return [getattr(plan, name) for name in KEPT]
+
+
+def _ways_of(earlier: Plan, asked: ParallelConfig) -> dict[str, Any]:
+    """The ways to send less that an earlier plan chose, where they are left to the plan."""
+    engine, found = engine_of(earlier.engine), dict[str, Any]()
+    if engine.can_keep_gathered and asked.reshard_after_forward == "auto":
+        found["parallel.reshard_after_forward"] = earlier.reshard_after_forward
+    if engine.can_defer and asked.defer_exchange == "auto":
+        found["parallel.defer_exchange"] = earlier.defers_exchange
+    return found
