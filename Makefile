@@ -485,6 +485,10 @@ clean: ## Remove tool caches; keep data, runs and .venv
 	rm -rf $(TOOL_CACHES)
 	find sft_play tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
+.PHONY: clean-cache
+clean-cache: $(READY) ## Remove tokenized rows, traces, measurements, models
+	$(SFT) clean-cache
+
 .PHONY: clean-all
 clean-all: ## Also remove .venv, .cache and runs; needs CONFIRM=1
 	$(if $(INHERITED),$(error clean-all takes no $(INHERITED) from the environment; type it: make clean-all $(firstword $(INHERITED))=<folder> CONFIRM=1))$(if $(call yes,CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) $(call quote,$(VENV)) .cache logs $(call quote,$(RUNS))

@@ -3,7 +3,7 @@
     <cache>/<kind>/<digest>   the SHA-256 of the content, a line break, and the content: JSON or other bytes
 
 What is missing, damaged or not from here reads as absent, and what cannot be written is not kept: it is found
-out again, and nothing fails because of it.
+out again, and nothing fails because of it. What was used longest ago makes room for what is new.
 """
 
 import contextlib
@@ -11,7 +11,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,27 @@ from typing import Any
 from sft_play.files import write_atomic
 from sft_play.fingerprints import answering_packages, own_code
 
+LIMIT_BYTES = 2 * 2**30  # of all that is kept; a trace has a tenth to ten MiB
+ENTRY = re.compile("[0-9a-f]{32}")  # names of what `entry` finds a place for
+BUILT_KINDS = ("data", "builtin")
+BUILT = re.compile(r"([\w-]+-)?[0-9a-f]{24}(\..+)?")  # of tokenized rows and built-in models (data/store.py)
+DAY_S = 24 * 3600.0  # how often that is looked at, and how exactly it is known when something was used
+
 
 def cache_dir() -> Path:
-    """The folder of tokenized data, built-in models and everything else that is kept between commands.
+    """The folder of all that is the same in every project: traces, measurements, answers, built-in models.
+
+    SFT_PLAY_CACHE, or the user's own: `sft-play` in XDG_CACHE_HOME, by default in ~/.cache.
+    """
+    if own := os.environ.get("SFT_PLAY_CACHE"):
+        return Path(own).absolute()
+    homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")  # noqa: PTH111 - some have none
+    home = next((home for home in homes if Path(home).is_absolute()), None)  # others do not count
+    return Path(home) / "sft-play" if home else project_dir()
+
+
+def project_dir() -> Path:
+    """The folder of what belongs to a project: its tokenized rows, and the logs of commands.
 
     SFT_PLAY_CACHE, or `.cache/sft-play` in the current folder.
     """
@@ -42,6 +63,9 @@ def read_bytes(path: Path) -> bytes | None:
         digest, _, content = path.read_bytes().partition(b"\n")
     except OSError:
         return None
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > DAY_S:
+            os.utime(path)  # used today
     return content if digest.decode(errors="replace") == _digest(content) else None
 
 
@@ -51,6 +75,53 @@ def write_bytes(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # not flushed: what a power failure takes reads as absent
         write_atomic(path, f"{_digest(content)}\n".encode() + content, flush=False)
+        _make_room(cache_dir())
+
+
+def _make_room(folder: Path) -> None:
+    """Once a day, removes the entries that were used longest ago, beyond the limit."""
+    looked = folder / ".looked"
+    with contextlib.suppress(OSError):
+        if looked.exists() and time.time() - looked.stat().st_mtime < DAY_S:
+            return
+        looked.touch()
+        found = [(path, _files(path)) for path in folder.glob("*/*") if ENTRY.fullmatch(path.name)]
+        size = sum(stat.st_size for _, files in found for stat in files)
+        found.sort(key=lambda each: max((stat.st_mtime for stat in each[1]), default=0))
+        for path, files in found:
+            if size <= LIMIT_BYTES:
+                break
+            _remove(path)
+            size -= sum(stat.st_size for stat in files)
+
+
+def clear(folder: Path) -> int:
+    """Removes all that is kept in a folder, and nothing else that is there; returns its bytes."""
+    found = [path for path in folder.glob("*/*") if ENTRY.fullmatch(path.name) or _is_built(path)]
+    size = sum(stat.st_size for path in found for stat in _files(path))
+    for path in found:
+        _remove(path)
+    for kind in {path.parent for path in found}:
+        (kind / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else is there
+            kind.rmdir()
+    (folder / ".looked").unlink(missing_ok=True)
+    return size
+
+
+def _is_built(path: Path) -> bool:
+    return path.parent.name in BUILT_KINDS and bool(BUILT.fullmatch(path.name))
+
+
+def _files(path: Path) -> list[os.stat_result]:
+    return [file.stat() for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_value(path: Path) -> Any:

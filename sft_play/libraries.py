@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import distributed_engines
@@ -92,7 +92,7 @@ def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> li
 
 
 def _kept(error: BaseException) -> Path:
-    path = cache_dir() / "traceback.txt"
+    path = project_dir() / "traceback.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(redact("".join(traceback.format_exception(error))), encoding="utf-8")

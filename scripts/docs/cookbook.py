@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scripts.docs.tables import COOKBOOK, FEWEST, LONGEST
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of, label_of
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--fewest", action="store_true", help="plan the table of the fewest GPUs alone")
     asked = parser.parse_args()
     rows, fewest = [], []
-    with quiet_libraries(cache_dir() / "cookbook.log"):
+    with quiet_libraries(project_dir() / "cookbook.log"):
         for model in () if asked.fewest else MODELS:
             console().print(f"planning {model}")
             rows.append(model_rows(model))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from scripts.docs.cookbook import line
 from scripts.docs.tables import COOKBOOK, LONGEST
-from sft_play.cache import cache_dir, recall, remember
+from sft_play.cache import project_dir, recall, remember
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
@@ -142,7 +142,7 @@ def long_section() -> str:
 
 def main() -> None:
     """Writes the section at the end of the page."""
-    with quiet_libraries(cache_dir() / "cookbook.log"):
+    with quiet_libraries(project_dir() / "cookbook.log"):
         section = long_section()
     page = COOKBOOK.read_text(encoding="utf-8").partition(LONGEST)[0].rstrip("\n")
     COOKBOOK.write_text(f"{page}\n\n{section}", encoding="utf-8")

@@ -33,7 +33,9 @@ GROUPS = {  # of the commands in `sft-play --help`
     "After training": (
         "eval", "eval-lm", "infer", "merge", "merge-test", "export", "push", "report", "compare",
     ),
-    "This machine": ("gpu-info", "memory-check", "device-profile", "setup-accelerate", "config-schema"),
+    "This machine": (
+        "gpu-info", "memory-check", "device-profile", "setup-accelerate", "config-schema", "clean-cache",
+    ),
 }  # fmt: skip
 
 

@@ -89,14 +89,25 @@ def config_schema(args: Arguments) -> int:
     return 0
 
 
+@command("clean-cache", config=False)
+def clean_cache(args: Arguments) -> int:
+    """Remove what can be found out again: tokenized rows, traces, measurements, built-in models."""
+    from sft_play.cache import cache_dir, clear, project_dir
+    from sft_play.units import format_bytes
+
+    for folder in dict.fromkeys((project_dir(), cache_dir())):
+        console().print(f"removed     {format_bytes(clear(folder))} from {folder}")
+    return 0
+
+
 @command("check", as_json=True, prints=True, examples=["--config my.yaml"])
 def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
-    from sft_play.cache import cache_dir
+    from sft_play.cache import project_dir
     from sft_play.commands import check
     from sft_play.ui.console import quiet_libraries
 
-    with quiet_libraries(cache_dir() / "check.log"):
+    with quiet_libraries(project_dir() / "check.log"):
         findings = check.check(args.config, args.overrides)
     code, table = check.exit_code(findings), check.findings_table(findings)
     tree = {"exit_code": code, "findings": [asdict(finding) for finding in findings]}
@@ -354,12 +365,12 @@ def push(args: Arguments) -> int:
 @folder_of_runs
 def report(args: Arguments) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
-    from sft_play.cache import cache_dir
+    from sft_play.cache import project_dir
     from sft_play.commands.report import lacks_scaling, write_report
     from sft_play.report.record import find_run
     from sft_play.runlog import RunDir
 
-    with quiet_libraries(cache_dir() / "report.log"):
+    with quiet_libraries(project_dir() / "report.log"):
         run = find_run(args.name, args.runs)
         if lacks_scaling(RunDir(run)):
             with importing():
@@ -377,11 +388,11 @@ def report(args: Arguments) -> int:
 @force
 def compare(args: Arguments) -> int:
     """Put runs side by side, as one HTML file."""
-    from sft_play.cache import cache_dir
+    from sft_play.cache import project_dir
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
 
-    with quiet_libraries(cache_dir() / "report.log"):
+    with quiet_libraries(project_dir() / "report.log"):
         runs, path = compare_command(args.names, args.runs, args.output, force=args.force)
         console().print(compare_table(runs))
         console().print(f"wrote {path}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
 from sft_play.config.inputs import asked_name
@@ -21,13 +21,20 @@ from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.advice import Change, as_overrides, plan_or_advise
-from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
+from sft_play.planning.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.fewest import COUNTS, fewest_gpus
-from sft_play.planning.other_machines import COMMON_GPUS, MODES, gpu_hours, plans_by_gpu, scaling
+from sft_play.planning.other_machines import (
+    COMMON_GPUS,
+    COUNTS,
+    MODES,
+    fewest_gpus,
+    gpu_hours,
+    plans_by_gpu,
+    scaling,
+)
 from sft_play.planning.request import Request
 from sft_play.planning.speed import ensure_profile
-from sft_play.reasons.evidence import AssumedRows, DrawnLengths
+from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
@@ -45,19 +52,19 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         ConfigError: neither a config nor a model is given, or as of `fastest_plan`.
         DoesNotFitError: nothing fits; the message has the commands that would.
     """
-    drawn = drawn_rows(args.rows, args.tokens, args.lengths)
-    if args.context and (drawn or args.gpu_hour):
+    described = described_rows(args.rows, args.tokens, args.lengths)
+    if args.context and (described or args.gpu_hour):
         raise ConfigError(
             "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
         )
-    with quiet_libraries(cache_dir() / "plan.log"):
+    with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(args)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)
         if args.context:
             return context_answer(args, resolved, architecture, notes)
-        facts, about_rows = _facts(args, resolved, architecture, drawn)
-        notes = [*map(str, about_rows), *notes]
+        facts, row_notes = _facts(args, resolved, architecture, described)
+        notes = [*map(str, row_notes), *notes]
         if args.model and not args.gpu:
             if args.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
@@ -93,15 +100,15 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
 
 
 def _facts(
-    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, drawn: DrawnRows | None
+    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, described: DescribedRows | None
 ) -> tuple[DataFacts, list[Reason]]:
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
-    if drawn:
-        facts, longer = drawn_facts(drawn, config, architecture.facts.position_limit)
-        lengths = drawn.lengths
-        found = DrawnLengths(
-            rows=drawn.rows,
+    if described:
+        facts, longer = described_facts(described, config, architecture.facts.position_limit)
+        lengths = described.lengths
+        found = DescribedLengths(
+            rows=described.rows,
             median=lengths.median,
             p95=lengths.p95,
             longest=facts.longest_row,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sft_play.cache import cache_dir
+from sft_play.cache import project_dir
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -157,7 +157,7 @@ def prepare(
         stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
         return {"stats": stats}
 
-    folder = cache_dir() / "data" / key
+    folder = project_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)
     return _load(config, folder, inventory(opened))
 

@@ -13,7 +13,7 @@ from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Plan
 from sft_play.planning.candidates import leanest_memories
 from sft_play.planning.drafts import choose_precision
-from sft_play.planning.fewest import fewest_gpus
+from sft_play.planning.other_machines import fewest_gpus
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request, Settings
 from sft_play.planning.sequence import group_sizes

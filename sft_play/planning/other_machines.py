@@ -1,7 +1,9 @@
-"""The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
+"""The same run on other machines: the fewest GPUs, other numbers of processes, common GPUs in each mode."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -10,6 +12,7 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, Untraceable
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
+from sft_play.planning.candidates import leanest_memories
 from sft_play.planning.clock import (
     mean_micro_batch,
     messages_of,
@@ -18,18 +21,74 @@ from sft_play.planning.clock import (
     sequence_messages,
     work_of_request,
 )
-from sft_play.planning.fewest import fewest_gpus
-from sft_play.planning.planner import Accept, every, fastest_plan
+from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
 from sft_play.planning.request import Request
 from sft_play.planning.speed import collectives_of, links_of
 
 SCALES = (1, 2, 4, 8)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
+PADDED = 1.1  # of the weights: up to this, more GPUs never need more memory
 MODES = tuple(METHODS)
 # Names in configs/hardware.yaml, by memory.
 COMMON_GPUS = (
     "RTX 3060", "T4", "A10", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "A100 40GB", "L40S", "A100 80GB",
     "H100 80GB", "H200",
 )  # fmt: skip
+
+
+def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int | None:
+    """How many GPUs are enough, in groups that divide tokens if need be; None if not even 512 are.
+
+    Args:
+        request: the run on a machine with such a GPU.
+        batch_grows: whether the effective batch becomes as large as the number of GPUs that need it.
+        least: how many there are at least.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the GPU.
+    """
+    config = request.config
+
+    def saves_most(draft: Plan) -> bool:
+        return draft.recomputes or config.train.asked_activations == "keep"
+
+    @cache
+    def fits(count: int) -> bool:
+        run = request.with_batch_for(count).with_offload("none").on_gpus(count)
+        try:
+            whole = run.in_groups_of(config.parallel.sequence_ranks)
+            fastest_plan(whole, saves_most, explain=False, mix=False)
+        except DoesNotFitError:
+            return fits_in_groups(run)
+        return True
+
+    counts = [n for n in COUNTS if n >= least and n % config.parallel.sequence_ranks == 0]
+    allowed = [n for n in counts if batch_grows or request.with_batch_for(n) is request]
+    if allowed[:1] == [1] and fits(1):
+        return 1
+    found = _first(allowed, fits)
+    if found or not allowed or request.architecture.modules.padded_share(allowed[-1]) <= PADDED:
+        return found
+    return next(filter(fits, allowed), None)
+
+
+def fits_in_groups(request: Request) -> bool:
+    """Whether a run whose whole rows do not fit does if the largest groups divide their tokens."""
+    if sizes := sizes_of_groups(request):
+        with suppress(ConfigError, UntraceableModel):
+            return groups_may_help(request) and any(
+                memory.fits for memory in leanest_memories(request.in_groups_of(sizes[-1]))
+            )
+    return False
+
+
+def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ascending counts that fits, if each larger one fits too; None if none does.
+
+    Not every count is tried: where weights are divided, each takes a trace of its own.
+    """
+    place = bisect_left(counts, True, key=fits)
+    return counts[place] if place < len(counts) else None
 
 
 def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
@@ -53,7 +112,7 @@ def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
         reference = reference or plan.effective_batch_size
         collectives = collectives_of(machine, world, plan.replicas)
         exchanged = alone = whole = None
-        with contextlib.suppress(UntraceableModel):
+        with suppress(UntraceableModel):
             work = work_of_request(run)(config, plan, mean_micro_batch(run.facts, plan).tokens)
             exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
             exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
@@ -92,7 +151,7 @@ def _plan_at_scale(request: Request) -> Plan:
     They leave little to partition.
     """
     if request.config.parallel.engine == "auto" and request.config.tuning.mode != "full":
-        with contextlib.suppress(DoesNotFitError):
+        with suppress(DoesNotFitError):
             return fastest_plan(request, _keeps_speed, explain=False)
     return fastest_plan(request, explain=False)
 
@@ -167,7 +226,7 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
         return same and saves and draft.micro_batch_size == 1
 
     least = None
-    with contextlib.suppress(ConfigError, DoesNotFitError):
+    with suppress(ConfigError, DoesNotFitError):
         least = fastest_plan(request, smallest, explain=False, mix=False).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 

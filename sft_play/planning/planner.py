@@ -87,17 +87,17 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
 def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
     """The fastest plan whose groups are as large as the config says; else rows stay whole."""
     config, architecture, device = request.config, request.architecture, request.device
-    allowed, about_rows = allowed_plans(request)
+    allowed, of_rows = allowed_plans(request)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
-    more = [*trained_besides(request), *about_rows, *_assumed_rows(request)]
+    more = [*trained_besides(request), *of_rows, *_assumed_rows(request)]
     if (budget := request.budget) is None:
         plan, why = choose_plan(config, drafts, None, None)
         found: list[Reason] = [UnknownFreeMemory(device.name)]
     else:
         machine, processes = request.machine, request.processes
-        drafts, beyond = within_reach(config, architecture, drafts, budget.budget_bytes)
-        more += [*beyond, *memory_reasons(config, machine, processes, budget)]
+        drafts, too_large = within_reach(config, architecture, drafts, budget.budget_bytes)
+        more += [*too_large, *memory_reasons(config, machine, processes, budget)]
         seconds, predict = plan_clock(request), traced_estimator(request, budget)
         record_of = records_of(architecture.text, device.name)
         speed_of = speeds_of(architecture.text, device.name, profile_of(machine, processes))

@@ -142,7 +142,7 @@ class AssumedRows(Reason):
     text = "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
 
 
-class DrawnLengths(Reason, kw_only=True):
+class DescribedLengths(Reason, kw_only=True):
     """The training rows are not here; their lengths are drawn from a lognormal distribution."""
 
     rows: int

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sft_play.cache import cache_dir
+from sft_play.cache import cache_dir, project_dir
 from sft_play.files import storing
 from sft_play.secrets import redact, redact_file
 from sft_play.ui.screen import Screen
@@ -72,7 +72,7 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
         yield
         return
     elsewhere = "copy the run to another folder and set output.dir=<folder>"
-    if log.is_relative_to(cache_dir()):
+    if any(log.is_relative_to(folder) for folder in (project_dir(), cache_dir())):
         elsewhere = "set SFT_PLAY_CACHE=<another folder>"
     remedy = f"Make {log.parent} writable, or {elsewhere}"
     with storing(log, remedy):

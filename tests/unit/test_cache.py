@@ -1,12 +1,25 @@
 """What is kept on disk is found again while all that it depends on is the same, and never when damaged."""
 
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from sft_play import fingerprints
-from sft_play.cache import cache_dir, entry, read_value, recall, remember, update_value, write_value
+from sft_play import cache, fingerprints
+from sft_play.cache import (
+    cache_dir,
+    clear,
+    entry,
+    project_dir,
+    read_value,
+    recall,
+    remember,
+    update_value,
+    write_value,
+)
 from sft_play.fingerprints import sources_digest
 from tests.conftest import file_size_limit
 
@@ -126,3 +139,53 @@ def test_a_cache_that_cannot_be_written_costs_what_is_kept_and_nothing_else():
     update_value(entry("kind", "x"), lambda found: found | {"a": 1})
     remember(["yes"], "what?")
     assert read_value(entry("kind", "x")) is recall("what?") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, "{home}/.cache/sft-play"),
+        ({"XDG_CACHE_HOME": "{home}/elsewhere"}, "{home}/elsewhere/sft-play"),
+        ({"XDG_CACHE_HOME": "relative"}, "{home}/.cache/sft-play"),
+        ({"SFT_PLAY_CACHE": "{home}/own"}, "{home}/own"),
+    ],
+)
+def test_what_belongs_to_no_project_is_kept_once_per_user(tmp_path, monkeypatch, variables, found):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("SFT_PLAY_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(home=tmp_path))
+    assert cache_dir() == Path(found.format(home=tmp_path))
+    project = cache_dir() if "SFT_PLAY_CACHE" in variables else Path.cwd() / ".cache" / "sft-play"
+    assert project_dir() == project
+
+
+def test_what_was_used_longest_ago_makes_room_once_a_day(monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 2500)
+    paths = [entry("kind", number) for number in range(3)]
+    for age, path in enumerate(paths):
+        write_value(path, "x" * 1000)
+        then = time.time() - 10 * cache.DAY_S * (3 - age)
+        os.utime(path, (then, then))
+    assert read_value(paths[0])  # the oldest, but used
+    write_value(entry("kind", "first of the day"), 1)
+    assert all(path.exists() for path in paths)
+    (cache_dir() / ".looked").unlink()
+    write_value(entry("kind", "new"), 1)
+    assert [path.exists() for path in paths] == [True, False, True]
+
+
+def test_clearing_takes_what_is_ours_and_leaves_the_rest():
+    write_value(entry("kind", "x"), 1)
+    model = cache_dir() / "builtin" / f"demo-model-{'0' * 24}"
+    model.mkdir(parents=True)
+    (model / "weights").write_text("12345")
+    other = [
+        cache_dir() / name for name in ("data/letter.txt", f"photos/{'0' * 24}", "my.log", "photos/.lock")
+    ]
+    for path in other:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("somebody's")
+    assert clear(cache_dir()) > 5
+    assert sorted(path for path in cache_dir().rglob("*") if path.is_file()) == sorted(other)

@@ -13,7 +13,7 @@ from sft_play.commands.plan import plan_command
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import what_if
-from sft_play.planning import fewest
+from sft_play.planning import other_machines
 from sft_play.planning.advice import Change, advise, as_overrides, plan_or_advise
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
@@ -30,7 +30,7 @@ FULL = DataFacts.full_rows(1024, seed=0)
 
 @pytest.fixture(autouse=True)
 def _few_gpus(monkeypatch):
-    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
+    monkeypatch.setattr(other_machines, "COUNTS", (1, 2, 4))
 
 
 def request(limit_gib: float, mode: str = "lora", gpus: int = 1, **train) -> Request:
@@ -115,7 +115,7 @@ def test_what_is_printed_can_be_typed_and_has_the_memory_that_is_said(by_make, m
 @pytest.mark.parametrize("enough", [*range(1, 9), 100])
 def test_the_fewest_are_found_without_trying_all(enough):
     counts, tried = [1, 2, 3, 4, 5, 6, 7, 8], []
-    found = fewest._first(counts, lambda count: tried.append(count) or count >= enough)
+    found = other_machines._first(counts, lambda count: tried.append(count) or count >= enough)
     assert found == (enough if enough <= 8 else None) and len(tried) <= 4
 
 
@@ -126,12 +126,12 @@ def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
         if request.processes != 4:
             raise DoesNotFitError("")
 
-    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4, 8, 16, 32, 64))
-    monkeypatch.setattr(fewest, "fastest_plan", plan)
-    monkeypatch.setattr(fewest, "fits_in_groups", lambda request: False)
+    monkeypatch.setattr(other_machines, "COUNTS", (1, 2, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(other_machines, "fastest_plan", plan)
+    monkeypatch.setattr(other_machines, "fits_in_groups", lambda request: False)
     asked = request(1.0, effective_batch_size=64)
     found = [
-        fewest.fewest_gpus(
+        other_machines.fewest_gpus(
             replace(asked, architecture=Architecture.of(small_config(name, WIDE))), batch_grows=True
         )
         for name in ("qwen3_moe", "llama")

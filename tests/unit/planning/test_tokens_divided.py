@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.gpus import what_if
-from sft_play.planning import advice, fewest, planner
+from sft_play.planning import advice, other_machines, planner
 from sft_play.planning.advice import Change, advise, plan_or_advise
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import plans_by_mode
@@ -215,7 +215,7 @@ def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
 
 @pytest.mark.slow
 def test_the_fewest_gpus_divide_tokens_where_no_number_has_room_for_whole_rows(monkeypatch):
-    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
+    monkeypatch.setattr(other_machines, "COUNTS", (1, 2, 4))
     for size in ("auto", 1):
         rows = DataFacts.full_rows(131_072, seed=0)  # so long that half of one saves more than NCCL takes
         table = plans_by_mode(replace(request(2.3, size=size), facts=rows), ("qlora",))["qlora"]

@@ -5,7 +5,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.planning.drawn import DrawnRows, Lengths, drawn_facts, drawn_rows
+from sft_play.planning.described_rows import DescribedRows, Lengths, described_facts, described_rows
 
 
 def config(overlong: str = "drop", packing: bool = False, **model) -> RunConfig:
@@ -22,9 +22,9 @@ def test_median_and_95th_percentile_are_those_that_were_asked_for():
 
 
 def test_a_median_alone_is_spread_as_gsm8k_is_and_one_length_is_one_length():
-    assert drawn_rows(5000, 1500, None) == DrawnRows(5000, Lengths(1500, 2700))
-    assert drawn_rows(5000, None, "lognormal:100:100").lengths.draw(50, 0).tolist() == [100] * 50
-    assert drawn_rows(None, None, None) is None
+    assert described_rows(5000, 1500, None) == DescribedRows(5000, Lengths(1500, 2700))
+    assert described_rows(5000, None, "lognormal:100:100").lengths.draw(50, 0).tolist() == [100] * 50
+    assert described_rows(None, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -42,30 +42,30 @@ def test_a_median_alone_is_spread_as_gsm8k_is_and_one_length_is_one_length():
 )
 def test_what_is_missing_or_wrong_is_said_with_an_example(asked, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        drawn_rows(*asked)
+        described_rows(*asked)
     assert "ROWS=5000" in str(raised.value) and "\n" not in str(raised.value)
 
 
-ASKED = DrawnRows(1000, Lengths(1000, 5000))
+ASKED = DescribedRows(1000, Lengths(1000, 5000))
 
 
 def test_rows_above_the_limit_are_treated_as_data_overlong_says():
     drawn = ASKED.lengths.draw(1000, 0)
     above = int((drawn > 2000).sum())
     assert 0 < above < 500
-    left, longer = drawn_facts(ASKED, config(), 2000)
+    left, longer = described_facts(ASKED, config(), 2000)
     assert longer == above and left.rows == 1000 - above and left.longest_row <= 2000
-    cut, longer = drawn_facts(ASKED, config("truncate"), 2000)
+    cut, longer = described_facts(ASKED, config("truncate"), 2000)
     assert longer == above and cut.rows == 1000 and cut.longest_row == 2000
-    assert drawn_facts(ASKED, config(max_seq_len=500), 2000)[0].longest_row == 500
+    assert described_facts(ASKED, config(max_seq_len=500), 2000)[0].longest_row == 500
     with pytest.raises(ConfigError, match="are longer than 2,000 tokens, which data.overlong=error"):
-        drawn_facts(ASKED, config("error"), 2000)
+        described_facts(ASKED, config("error"), 2000)
     with pytest.raises(ConfigError, match="all 1,000 rows are longer than 2 tokens"):
-        drawn_facts(ASKED, config(), 2)
+        described_facts(ASKED, config(), 2)
 
 
 def test_packed_rows_fill_sequences():
-    facts, _ = drawn_facts(ASKED, config(packing=True, max_seq_len=4096), None)
+    facts, _ = described_facts(ASKED, config(packing=True, max_seq_len=4096), None)
     assert facts.seen and facts.longest_row == 4096 and facts.rows < 500
     drawn = ASKED.lengths.draw(1000, 0)
     assert facts.lengths.sum() == drawn[drawn <= 4096].sum()

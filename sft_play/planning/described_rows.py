@@ -30,14 +30,14 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class DrawnRows:
+class DescribedRows:
     """Rows as they are asked for."""
 
     rows: int
     lengths: Lengths
 
 
-def drawn_rows(rows: int | None, tokens: int | None, lengths: str | None) -> DrawnRows | None:
+def described_rows(rows: int | None, tokens: int | None, lengths: str | None) -> DescribedRows | None:
     """What was asked for with ROWS, and TOKENS or LENGTHS; None if nothing was.
 
     Raises:
@@ -50,7 +50,7 @@ def drawn_rows(rows: int | None, tokens: int | None, lengths: str | None) -> Dra
     if (tokens is None) == (lengths is None):
         raise ConfigError(f"ROWS={rows} needs either TOKENS, their median, or LENGTHS: {EXAMPLE}")
     if tokens is not None:
-        return DrawnRows(rows, Lengths(tokens, round(DEFAULT_SPREAD * tokens)))
+        return DescribedRows(rows, Lengths(tokens, round(DEFAULT_SPREAD * tokens)))
     kind, *numbers = str(lengths).split(":")
     if kind != "lognormal" or len(numbers) != 2 or not all(each.isdigit() for each in numbers):
         raise ConfigError(f"LENGTHS={lengths}: expected lognormal:median:p95 in tokens, {EXAMPLE}")
@@ -59,10 +59,10 @@ def drawn_rows(rows: int | None, tokens: int | None, lengths: str | None) -> Dra
         raise ConfigError(
             f"LENGTHS={lengths}: expected 2 <= median <= p95 <= {MAX_UNSTATED:,} tokens, {EXAMPLE}"
         )
-    return DrawnRows(rows, Lengths(median, p95))
+    return DescribedRows(rows, Lengths(median, p95))
 
 
-def drawn_facts(asked: DrawnRows, config: RunConfig, positions: int | None) -> tuple[DataFacts, int]:
+def described_facts(asked: DescribedRows, config: RunConfig, positions: int | None) -> tuple[DataFacts, int]:
     """The facts of such rows, every token of them supervised, and how many are longer than the limit.
 
     The limit is model.max_seq_len or the model's positions; data.overlong says what becomes of longer rows.
