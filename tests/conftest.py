@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from sft_play.launch.environment import find_own_programs
+from sft_play.runlog import RunDir
 from sft_play.ui.console import set_console
 
 find_own_programs()
@@ -134,6 +136,29 @@ def tiny_model(tmp_path_factory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+class Finished(NamedTuple):
+    """A run that was trained, which tests read."""
+
+    config: Path
+    run: RunDir
+    done: Any  # what the command printed
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_model, make_cache, tmp_path_factory) -> Finished:
+    """`python -m sft_play train`, as a person runs it on a CPU: LoRA, one process."""
+    from tests.integration.cli import finish, make_workspace, start
+
+    folder = tmp_path_factory.mktemp("finished")
+    config = make_workspace(folder, tiny_model)
+    cache = str(make_cache(folder / "cache"))
+    done = finish(
+        start("train", "--config", config, SFT_PLAY_CACHE=cache, COLUMNS="80", CUDA_VISIBLE_DEVICES="")
+    )
+    assert done.code == 0, done.err
+    return Finished(config, RunDir(folder / "runs" / "one"), done)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from sft_play.resources import CONFIGS
+from sft_play.upstream.patching import patched
 
 AUTO = "auto"  # the trainer fills it in from its own arguments
 BUCKET = 50_000_000  # elements
@@ -66,6 +67,16 @@ def configuration(stage: int, trained_parameters: int | None = None) -> dict[str
 def extensions_folder() -> Path:
     """Where PyTorch stores compiled extensions (torch.utils.cpp_extension)."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+
+
+@contextlib.contextmanager
+def inference_left_out() -> Iterator[None]:
+    """In the block, DeepSpeed does not compile, for a minute on a CPU, what only its inference would call."""
+    from deepspeed import ops
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    with patched(ops, "__compatible_ops__", {**ops.__compatible_ops__, ShareMemCommBuilder.NAME: False}):
+        yield
 
 
 @contextlib.contextmanager
