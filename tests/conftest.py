@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from sft_play.launch.environment import find_own_programs
-from sft_play.runlog import RunDir
 from sft_play.ui.console import set_console
 
 find_own_programs()
@@ -40,6 +38,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Most of what tests make is freed without the collector, which would look at it a hundred times a second.
 gc.set_threshold(20_000, 10, 10)
 
+pytest_plugins = ["tests.finished"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
@@ -136,29 +135,6 @@ def tiny_model(tmp_path_factory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-class Finished(NamedTuple):
-    """A run that was trained, which tests read."""
-
-    config: Path
-    run: RunDir
-    done: Any  # what the command printed
-
-
-@pytest.fixture(scope="session")
-def finished(tiny_model, make_cache, tmp_path_factory) -> Finished:
-    """`python -m sft_play train`, as a person runs it on a CPU: LoRA, one process."""
-    from tests.integration.cli import finish, make_workspace, start
-
-    folder = tmp_path_factory.mktemp("finished")
-    config = make_workspace(folder, tiny_model)
-    cache = str(make_cache(folder / "cache"))
-    done = finish(
-        start("train", "--config", config, SFT_PLAY_CACHE=cache, COLUMNS="80", CUDA_VISIBLE_DEVICES="")
-    )
-    assert done.code == 0, done.err
-    return Finished(config, RunDir(folder / "runs" / "one"), done)
 
 
 @contextmanager
