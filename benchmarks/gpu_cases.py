@@ -172,7 +172,7 @@ def planned_cases(
         max_seq_len=row_tokens,
         attention=choose_attention("auto", architecture_, target.kind),
     )
-    checkpointed = [draft for draft in drafts if draft.recomputes]
+    checkpointed = [draft for draft in drafts if draft.activations.recomputes]
     random_share = random.Random(f"{model} {mode}")
     needed = estimator(architecture_, target.budget)
     cases = []
@@ -198,20 +198,20 @@ def _planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
 
 def _prefer_large(config: RunConfig, plan: Plan) -> float:
     """A clock by which the speed is proportional to the micro-batch."""
-    return 1 / plan.micro_batch_size
+    return 1 / plan.batch.micro
 
 
 def _planned(
     model: str, mode: str, target: Target, config: RunConfig, plan: Plan, drafts: list[Plan], budget: int
 ) -> Case:
-    unit = "tokens packed" if plan.packing else f"rows of {plan.max_seq_len}"
+    unit = "tokens packed" if plan.rows.packing else f"rows of {plan.rows.max_seq_len}"
     return Case(
-        key=f"planned {model} {mode} {budget / 2**30:.2f} GiB: {plan.micro_batch_size} {unit}",
+        key=f"planned {model} {mode} {budget / 2**30:.2f} GiB: {plan.batch.micro} {unit}",
         model=model,
         spec=StepSpec.of(config, plan),
         budget_bytes=budget,
         allowed_bytes=budget + guard(target.kind, budget).bytes - target.budget.context_bytes,
-        memory_is_limit=plan.micro_batch_size < max(draft.micro_batch_size for draft in drafts),
+        memory_is_limit=plan.batch.micro < max(draft.batch.micro for draft in drafts),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.sizing_gpu import arguments, local_device
-from sft_play.model import liger
+from sft_play.choices.kernels import LIGER
 from sft_play.model.cpu import TiledLogProbs
 from sft_play.ui.console import console
 from sft_play.units import MIB
@@ -132,7 +132,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _runs_liger(device: torch.device) -> bool:
-    return device.type == "cuda" and liger.is_installed()
+    return device.type == "cuda" and LIGER.is_installed()
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -157,7 +157,7 @@ def require_predicted(plan: Plan) -> Plan:
 
 def cut(plan: Plan) -> tuple[int, bool]:
     """What tells a plan from the others of its workload."""
-    return plan.gradient_accumulation_steps, plan.recomputes
+    return plan.batch.accumulation, plan.activations.recomputes
 
 
 def all_plans(work: "Work") -> Iterator[Plan]:
@@ -231,9 +231,9 @@ def worker(load: Workload, rounds: list[int]) -> None:
                 line = {
                     "workload": load.name,
                     "round": number,
-                    "accumulation": plan.gradient_accumulation_steps,
-                    "micro_batch": plan.micro_batch_size,
-                    "checkpointing": plan.recomputes,
+                    "accumulation": plan.batch.accumulation,
+                    "micro_batch": plan.batch.micro,
+                    "checkpointing": plan.activations.recomputes,
                     "chosen": plan is plans[0],
                     "predicted": plan.step_seconds,
                     "measured": work.seconds(plan),

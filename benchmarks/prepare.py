@@ -101,6 +101,7 @@ from pathlib import Path
 from sft_play.config.load import load_config
 from sft_play.model.collators import joined_micro_batches
 from sft_play.model.load import load_data
+from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.train.rows import evaluation_rows, training_rows
@@ -114,10 +115,14 @@ data, before = load_data(config, progress=False).rows, own_bytes()
 facts = DataFacts.of(data, config)
 longest = facts.longest_row
 plan = Plan(
-    micro_batch_size=longest, gradient_accumulation_steps=1, effective_batch_size=longest, world_size=1,
-    engine="none", max_seq_len=longest, packing=True, micro_batch_tokens=longest, activations="recompute",
-    mixed_precision="no", dtype="float32", attention="varlen_sdpa", learning_rate=1e-3,
-    steps_per_epoch=facts.rows, total_steps=facts.rows, device="cpu",
+    batch=Batch(micro=longest, accumulation=1, effective=longest),
+    sharing=Sharing(world_size=1, engine="none"),
+    rows=Rows(max_seq_len=longest, packing=True, most_tokens=longest),
+    activations=Activations(policy="recompute"),
+    precision=Precision(autocast="no", dtype="float32"),
+    attention="varlen_sdpa",
+    schedule=Schedule(learning_rate=1e-3, steps_per_epoch=facts.rows, total_steps=facts.rows),
+    device="cpu",
 )
 peak, tokens = own_bytes(), 0
 train = training_rows(data.train, plan, seed=0, hidden_size=64, pad_id=0, shares=data.shares)

@@ -109,7 +109,7 @@ def random_model(
     """
     model = random_base(
         config,
-        dtype=spec.dtype,
+        dtype=spec.precision.dtype,
         attn_implementation=spec.attention,
         device=device,
         quantize=tuning.mode == "qlora",
@@ -118,7 +118,7 @@ def random_model(
     if tuning.mode == "full":
         freeze_what_gets_no_gradient(model)
         return model
-    return attach_adapter(model, tuning.lora, autocast=spec.mixed_precision != "no")
+    return attach_adapter(model, tuning.lora, autocast=spec.precision.autocast != "no")
 
 
 def quantize_linear_layers(model: Any, dtype: torch.dtype) -> None:

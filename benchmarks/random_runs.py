@@ -136,7 +136,7 @@ def measure(job: Job, meter: ctypes.CDLL, *, probes: bool) -> dict[str, int]:
         probe(session)
     release_memory()
     before = meter.meter_live() - storage_bytes(trainer.model)
-    steps, args = job.plan.total_steps, trainer.args
+    steps, args = job.plan.schedule.total_steps, trainer.args
     marks = Marks(meter, trainer, steps, before)
     trainer.begin_phase = marks.begin
     for name in ("data_collator", "_train_collator", "_eval_collator"):

@@ -80,7 +80,7 @@ def measured(load: Workload, folder: Path, engine: str) -> dict[str, Any]:
     """The seconds of the plan that is the fastest with an engine by prediction."""
     work = Work(load, folder)
     if load.processes > 1:  # unless it is known
-        draft = from_main(lambda: work.plan(lambda plan: plan.engine == "ddp"))
+        draft = from_main(lambda: work.plan(lambda plan: plan.sharing.engine == "ddp"))
         with_known_exchange(work.job(replace(draft, step_seconds=None)))
     chosen, plan = from_main(lambda: _plans(work, engine))
     work.seconds(plan)  # finds memory that the operating system has to clear
@@ -88,9 +88,9 @@ def measured(load: Workload, folder: Path, engine: str) -> dict[str, Any]:
         "processes": load.processes,
         "engine": engine,
         "plan": {
-            "micro_batch": plan.micro_batch_size,
-            "accumulation": plan.gradient_accumulation_steps,
-            "checkpointing": plan.recomputes,
+            "micro_batch": plan.batch.micro,
+            "accumulation": plan.batch.accumulation,
+            "checkpointing": plan.activations.recomputes,
         },
         "chosen": chosen == engine,
         "predicted": plan.step_seconds,
@@ -100,7 +100,7 @@ def measured(load: Workload, folder: Path, engine: str) -> dict[str, Any]:
 
 def _plans(work: Work, engine: str) -> tuple[str, Plan]:
     """The engine that `auto` takes, and the plan of this one."""
-    return work.plan(lambda plan: True).engine, work.plan(lambda plan: plan.engine == engine)
+    return work.plan(lambda plan: True).sharing.engine, work.plan(lambda plan: plan.sharing.engine == engine)
 
 
 def measure(cases: int, world: int, engine: str, number: int, cache: Path) -> Iterator[dict[str, Any]]:

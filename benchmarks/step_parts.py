@@ -87,16 +87,16 @@ def bare_parts(session: Session, model: Any) -> Parts:
     """A loop over the same micro-batches."""
     parts, plan, batches = Parts(), session.job.plan, session.rows.dataset
     weights = trained_parameters(model.train())
-    optimizer = torch.optim.AdamW(weights, plan.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(weights, plan.schedule.learning_rate, fused=True)
     optimizer.register_step_post_hook(parts.end_step)
-    if plan.recomputes:
+    if plan.activations.recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     collate = parts.timed("data", session.trainer.data_collator)
     forward = parts.timed("forward", lambda **batch: model(**batch, use_cache=False).loss)
     backward = parts.timed("backward", torch.Tensor.backward)
     clip = parts.timed("clip", torch.nn.utils.clip_grad_norm_)
     update = parts.timed("update", optimizer.step)
-    each = plan.gradient_accumulation_steps
+    each = plan.batch.accumulation
     for start in range(0, len(batches), each):
         step = [collate([batches[number]]) for number in range(start, start + each)]
         items = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
@@ -125,8 +125,8 @@ def measured(work: Work, plan: Plan) -> dict[str, Any]:
     sides = ["trainer", "bare"]
     rounds = [one_round(work, plan, sides[:: 1 if number % 2 == 0 else -1]) for number in range(ROUNDS)]
     entry: dict[str, Any] = {
-        "micro_batch": plan.micro_batch_size,
-        "accumulation": plan.gradient_accumulation_steps,
+        "micro_batch": plan.batch.micro,
+        "accumulation": plan.batch.accumulation,
     }
     for side in sides:
         entry[side] = {
@@ -173,8 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     load = next(load for load in WORKLOADS if load.name == WORKLOAD)
     with tempfile.TemporaryDirectory() as folder, quiet_libraries(Path(folder) / "log.txt"):
         work = Work(load, Path(folder))
-        kept = [plan for plan in all_plans(work) if not plan.recomputes]
-        plans = [plan for plan in kept if args.micro_batch in (None, plan.micro_batch_size)]
+        kept = [plan for plan in all_plans(work) if not plan.activations.recomputes]
+        plans = [plan for plan in kept if args.micro_batch in (None, plan.batch.micro)]
         if args.operations:
             operations(work, plans[0], args.operations)
             return 0

@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
-from sft_play.model import float8, liger
+from sft_play.choices.kernels import COMPILED, FLOAT8, LIGER, Capability, within
 from sft_play.model.attention_choice import is_installed
-from sft_play.model.attention_table import ATTENTIONS, Capability, within
+from sft_play.model.attention_table import ATTENTIONS
 from sft_play.units import format_bytes
 
 SIDES = ("sft-play", "trl")
@@ -26,16 +26,16 @@ def left_out(device_type: str, capability: Capability | None) -> dict[str, str]:
     """The choices that cannot be timed on a device, and why, or what to type for that."""
     if device_type != "cuda":
         return dict.fromkeys(("liger", "float8", "flash_attention_3", "flash_attention_2"), "needs a GPU")
-    installed = {"liger": liger.is_installed(), "float8": float8.is_installed()}
+    installed = {each.extra: each.is_installed() for each in (LIGER, FLOAT8)}
     found = {name: f"run `make install EXTRAS={name}`" for name, here in installed.items() if not here}
-    if capability and not within(capability, float8.GPUS):
+    if not FLOAT8.runs_on(device_type, capability):
         found["float8"] = "has no kernels for this GPU"
     for name, row in ((name, row) for name, row in ATTENTIONS.items() if row.is_package):
         if capability and not within(capability, row.gpus):
             found[name] = f"{row.joined.label} is not made for this GPU"
         elif not is_installed(row):
             found[name] = f"needs a package that has {' or '.join(row.modules)}"
-    if capability and capability < liger.LEAST_CAPABILITY:
+    if not COMPILED.runs_on(device_type, capability):
         found |= dict.fromkeys(("liger", "compiled"), "Triton compiles for no GPU as old as this one")
     return found
 

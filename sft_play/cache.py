@@ -49,7 +49,7 @@ def project_dir() -> Path:
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
 
 
-def entry(kind: str, *about: Any, within: Path | None = None) -> Path:
+def entry(kind: str, *about: object, within: Path | None = None) -> Path:
     """Where something is kept, `within` a folder (default: `cache_dir()`).
 
     `about` is all that it depends on; `repr` tells one from another.
@@ -130,7 +130,7 @@ def read_value(path: Path) -> Any:
     return None if content is None else json.loads(content)
 
 
-def write_value(path: Path, value: Any) -> None:
+def write_value(path: Path, value: object) -> None:
     """Keeps a JSON value at a path that `entry` gave."""
     write_bytes(path, json.dumps(value).encode())
 
@@ -148,7 +148,7 @@ def update_value(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
         write_value(path, change(read_value(path) or {}))
 
 
-def recall(question: str, *about: Any) -> Any:
+def recall(question: str, *about: object) -> Any:
     """The answer that is kept for a question, a JSON value; None if it is absent.
 
     `about` is all that the answer depends on, besides our own code, Python and the libraries that
@@ -157,7 +157,7 @@ def recall(question: str, *about: Any) -> Any:
     return read_value(_answer(question, about))
 
 
-def remember(value: Any, question: str, *about: Any) -> None:
+def remember(value: object, question: str, *about: object) -> None:
     """Keeps a JSON value for `recall`."""
     write_value(_answer(question, about), value)
 

@@ -66,7 +66,7 @@ class Job:
 
         Only those of this machine if the directory is not shared.
         """
-        return self.plan.shards if self.run.shared else self.ranks.local_world_size
+        return self.plan.sharing.shards if self.run.shared else self.ranks.local_world_size
 
     @property
     def keeps_files(self) -> bool:
@@ -147,15 +147,15 @@ def plan_again(job: Job, accept: Accept) -> Plan:
         Architecture.of(job.architecture),
         DataFacts.of(job.data, job.config),
         job.machine,
-        earlier.world_size,
-        earlier.machines,
+        earlier.sharing.world_size,
+        earlier.sharing.machines,
         earlier.memory.budget_bytes if earlier.memory else None,
-    ).in_groups_of(earlier.sequence_ranks)
+    ).in_groups_of(earlier.sharing.sequence_ranks)
     return fastest_plan(request, lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft))
 
 
 def _shared_as(plan: Plan) -> tuple[str, str]:
-    return plan.engine, plan.offload
+    return plan.sharing.engine, plan.sharing.offload
 
 
 def find_plan(job: Job, accept: Accept) -> Plan | None:
@@ -169,18 +169,11 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
     """Tells of another plan whether it needs less memory than this one."""
 
     def less(other: Plan) -> bool:
-        if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return _recomputed(other) > _recomputed(plan)
-        return other.micro_batch_tokens < plan.micro_batch_tokens
+        if other.rows.most_tokens == plan.rows.most_tokens:
+            return other.activations.saved > plan.activations.saved
+        return other.rows.most_tokens < plan.rows.most_tokens
 
     return less
-
-
-def _recomputed(plan: Plan) -> int:
-    """Grows as less is kept of activations."""
-    if plan.kept_layers:
-        return 1
-    return {"keep": 0, "recompute": 2, "offload": 4}[plan.activations] + (plan.mlp_tiles > 1)
 
 
 def begin_run(job: Job) -> None:
@@ -209,9 +202,12 @@ def begin_run(job: Job) -> None:
 def _command(job: Job) -> str:
     """What starts such a run; an engine that a target of make sets is among the overrides."""
     plan, resolved = job.plan, job.resolved
-    here = plan.world_size // plan.machines
-    sizes = {"NODES": plan.machines if plan.machines > 1 else None, "NGPU": here if here > 1 else None}
-    target = "train-multinode" if plan.machines > 1 else "train"
+    here = plan.sharing.world_size // plan.sharing.machines
+    sizes = {
+        "NODES": plan.sharing.machines if plan.sharing.machines > 1 else None,
+        "NGPU": here if here > 1 else None,
+    }
+    target = "train-multinode" if plan.sharing.machines > 1 else "train"
     return make_command(target, resolved.path, resolved.overrides, **sizes)
 
 

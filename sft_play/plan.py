@@ -5,9 +5,10 @@ Plain frozen data; nothing here decides anything.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sft_play.config.schema import RunConfig
+from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
 
 # Where the numbers of a plan come from. What an earlier run measured is no prediction.
 TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
@@ -106,39 +107,15 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that was chosen for a run. Batch sizes count sequences, or tokens if `packing`.
+    """Everything that was chosen for a run."""
 
-    The rows of an optimizer step are dealt to accumulation x data-parallel size micro-batches of about
-    `micro_batch_size` each; the largest one of the whole run has `micro_batch_tokens`, the plan's token
-    budget.
-    """
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    effective_batch_size: int
-    world_size: int
-    engine: str  # name of an engine (engines/registry.py)
-    machines: int = 1  # that the processes are on
-    sequence_ranks: int = 1  # processes that divide the tokens of the same micro-batch
-    replicas: int = 1  # of a divided model: one on each machine, whose processes divide it; 1: all divide it
-    offload: str = "none"  # "ram": weights, gradients and the optimizer's states are in RAM
-    defers_exchange: bool = False  # gradients of a divided model stay whole until a step's last micro-batch
-    reshard_after_forward: bool = True  # else a divided model stays gathered for the backward pass
-    max_seq_len: int  # tokens of the longest row
-    packing: bool
-    padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest
-    micro_batch_tokens: int = 0  # of the largest micro-batch, including padding
-    micro_batch_supervised: int = 0  # the most supervised tokens of any micro-batch
-    sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
-    activations: Literal["keep", "recompute", "offload"]  # "offload": recomputed from inputs in RAM
-    kept_layers: int = 0  # of a plan that recomputes: the last layers, which keep their activations
-    mlp_tiles: int = 1  # in which MLPs compute the largest micro-batch, if layers are recomputed
-    mixed_precision: str  # "bf16", "fp16" or "no"
-    dtype: str  # of the weights: "bfloat16", "float16" or "float32"
+    batch: Batch
+    sharing: Sharing
+    rows: Rows
+    activations: Activations
+    precision: Precision
     attention: str
-    learning_rate: float
-    steps_per_epoch: int
-    total_steps: int
+    schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
     step_seconds: float | None = None  # predicted, of an optimizer step of average size
@@ -149,46 +126,36 @@ class Plan:
     alternatives: tuple[dict[str, Any], ...] = ()
 
     @property
-    def recomputes(self) -> bool:
-        """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
-        return self.activations != "keep"
-
-    @property
     def offloads_activations(self) -> bool:
         """Whether layers are recomputed from inputs in RAM; a CPU has them there anyway."""
-        return self.activations == "offload" and self.device == "cuda"
+        return self.activations.policy == "offload" and self.device == "cuda"
 
     @property
     def mlp_tile(self) -> int:
         """The most tokens that the MLP of a layer computes at a time; 0: all of a micro-batch."""
-        own = -(-self.micro_batch_tokens // self.sequence_ranks)
-        return -(-own // self.mlp_tiles) if self.mlp_tiles > 1 else 0
-
-    @property
-    def shards(self) -> int:
-        """Among how many processes weights are divided, if the engine divides them."""
-        return self.world_size // self.replicas
-
-    @property
-    def data_ranks(self) -> int:
-        """How many different micro-batches the processes have at a time (the data-parallel size)."""
-        return self.world_size // self.sequence_ranks
+        tiles = self.activations.mlp_tiles
+        return -(-self.sharing.own(self.rows.most_tokens) // tiles) if tiles > 1 else 0
 
     @property
     def rows_per_step(self) -> int:
         """Rows per optimizer step over all devices; a packed row holds max_seq_len tokens."""
-        return self.effective_batch_size // self.max_seq_len if self.packing else self.effective_batch_size
+        return self.batch.effective // self.rows.max_seq_len if self.rows.packing else self.batch.effective
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Average rows per micro-batch, rounded up."""
-        return -(-self.rows_per_step // (self.gradient_accumulation_steps * self.data_ranks))
+        return -(-self.rows_per_step // (self.batch.accumulation * self.sharing.data_ranks))
+
+    def flat(self) -> dict[str, Any]:
+        """All of it but memory, reasons and alternatives, by the names of a plan's JSON."""
+        values: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            values |= flat(value) if name in PARTS else {name: value}
+        return {name: values[name] for name in values if name not in ("memory", "why", "alternatives")}
 
     def to_json(self) -> dict[str, Any]:
         """The tree that `sft-play plan --json` prints and that plan.json contains."""
-        values = asdict(self) | {"gradient_checkpointing": self.recomputes}
-        for key in ("memory", "why", "alternatives"):
-            del values[key]
+        values = self.flat() | {"gradient_checkpointing": self.activations.recomputes}
         why, alternatives = self.why, self.alternatives
         memory = self.memory.to_json() if self.memory else None
         return {"plan": values, "memory": memory, "why": list(why), "alternatives": list(alternatives)}
@@ -202,7 +169,8 @@ class Plan:
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
         values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other
-        return cls(**values, memory=memory, why=tuple(tree["why"]), alternatives=tuple(tree["alternatives"]))
+        why, alternatives = tuple(tree["why"]), tuple(tree["alternatives"])
+        return cls(**parts_of(values), **values, memory=memory, why=why, alternatives=alternatives)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class RunDir:
         count = f" NGPU={processes}" if processes > 1 else ""
         return as_typed(f"make resume CONFIG={shlex.quote(str(self.config))}{count}")
 
-    def write_json(self, path: Path, value: Any) -> None:
+    def write_json(self, path: Path, value: object) -> None:
         """Writes `path` atomically."""
         with storing(path, "Free space, or set output.dir=<folder>"):
             write_atomic(path, redact(json.dumps(value, indent=2, default=str)) + "\n")
@@ -209,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
+def update_summary(run: RunDir, **values: object) -> dict[str, Any]:
     """Merges `values` into summary.json and returns all of it."""
     summary = {**read_json(run.summary), **values}
     run.write_json(run.summary, summary)

@@ -24,6 +24,7 @@ from sft_play.planning.search import choose_plan
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.runlog import open_run, read_metrics
 from tests.conftest import VOCABULARY, token_rows
+from tests.plans import plan_with
 
 SEQ = 64
 NEW_TOKENS = ("<tool>", "w1 w2")
@@ -107,8 +108,8 @@ def make_job(
     )
     drafts = with_tiles(config.train, drafts) if may_tile(config, SEQ) else drafts
     plan, _ = choose_plan(config, drafts, None, None)
-    plan = replace(plan, defers_exchange=defers_exchange, kept_layers=kept_layers)
-    plan = replace(plan, reshard_after_forward=reshard_after_forward)
+    plan = plan_with(plan, defers_exchange=defers_exchange, kept_layers=kept_layers)
+    plan = plan_with(plan, reshard_after_forward=reshard_after_forward)
     return Job(
         ResolvedConfig(config, {}, Path("test")),
         open_run(str(output), name, ranks.rank),

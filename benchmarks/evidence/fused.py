@@ -12,9 +12,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sft_play.model import layer_forward, liger
-from sft_play.sizing import liger_kernels
+from sft_play.model.stand_in import counted
 from sft_play.sizing.operations import nbytes
-from sft_play.sizing.recorder import counted
 from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE
 
@@ -100,7 +99,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0)
 def replace_forwards(model: torch.nn.Module) -> None:
     """Lets a model compute norms, whose weights are not trained then, and rotations by such kernels."""
     with patched(liger, "forward_for", lambda module: None):  # gated layers stay
-        layer_forward.replace_forwards(model, liger.NAME)
+        layer_forward.replace_forwards(model, "liger")
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is liger.norm_forward:
             module.get_parameter("weight").requires_grad_(False)
@@ -109,7 +108,7 @@ def replace_forwards(model: torch.nn.Module) -> None:
 @contextmanager
 def simulated() -> Iterator[None]:
     """Within `simulate_cuda`: the kernels of `replace_forwards` are those of this module."""
-    with patched(liger, "norm", norm), patched(liger, "rotate", liger_kernels.rotate):
+    with patched(liger, "norm", norm), patched(liger, "rotate", liger.STAND_INS["rotate"]):
         yield
 
 

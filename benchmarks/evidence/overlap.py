@@ -55,12 +55,14 @@ def parts_of(row: dict[str, Any], gpus: int) -> tuple[StepSeconds, tuple[Message
     facts = DataFacts.unseen(run, config)
     drafts, _ = allowed_plans(Request(run, Architecture.of(config), facts, machine, gpus))
     engine = engine_of("none" if gpus == 1 else "fsdp2")
-    plan: Plan = next(draft for draft in drafts if (draft.engine, draft.offload) == (engine.name, "none"))
+    plan: Plan = next(
+        draft for draft in drafts if (draft.sharing.engine, draft.sharing.offload) == (engine.name, "none")
+    )
     batch = mean_micro_batch(facts, plan)
     work: Work = work_of_plans(config, batches_of(config, facts))(run, plan, batch.tokens)
     profile = derived_profile(machine, gpus)
     assert profile
-    parts = step_seconds(work, profile, batch, update_share=engine.update_share(plan.shards))
+    parts = step_seconds(work, profile, batch, update_share=engine.update_share(plan.sharing.shards))
     collectives = collectives_of(machine, gpus)
     if link := row.get("link_gb_s"):  # which the catalogue does not know
         collectives = Collectives.over_link(1e9 * link, gpus)

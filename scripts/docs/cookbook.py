@@ -134,7 +134,7 @@ def fewest_section(rows: Iterable[list[str]]) -> str:
 
 
 def _holds_model(draft: Plan) -> bool:
-    return not engine_of(draft.engine).shards_weights
+    return not engine_of(draft.sharing.engine).shards_weights
 
 
 def _cell(plan: dict[str, Any]) -> str:

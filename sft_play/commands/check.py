@@ -286,7 +286,7 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     from sft_play.planning.advice import changed_command, plan_or_advise
     from sft_play.planning.facts import DataFacts, row_sizes
     from sft_play.planning.request import Request
-    from sft_play.report.plan import process_unit
+    from sft_play.report.scaling import process_unit
     from sft_play.sizing.architecture import planning_architecture
 
     config, processes = resolved.config, len(machine.gpus) or 1

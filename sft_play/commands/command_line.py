@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
 
 from sft_play import __version__
 from sft_play.errors import CheckpointError, ConfigError
@@ -151,7 +152,7 @@ def amount(name: str, setting: str, help: str, metavar: str) -> Decorator:
     return flag(name, help, callback=read, metavar=metavar)
 
 
-def arguments(name: str, overrides: Sequence[str] = (), **flags: Any) -> Arguments:
+def arguments(name: str, overrides: Sequence[str] = (), **flags: object) -> Arguments:
     """The arguments of a command as if its flags had been typed so; ConfigError if a value is wrong.
 
     `arguments("plan", model="qwen3-8b", why=True)` is that of `sft-play plan --model qwen3-8b --why`.
@@ -167,7 +168,11 @@ def arguments(name: str, overrides: Sequence[str] = (), **flags: Any) -> Argumen
 
 
 def end(
-    args: Arguments, result: Any, *shown: Any, then: Sequence[str] = (), run: RunDir | None = None
+    args: Arguments,
+    result: object,
+    *shown: RenderableType,
+    then: Sequence[str] = (),
+    run: RunDir | None = None,
 ) -> int:
     """Ends a command: prints its result, a JSON value, with --json, else what it shows a person; returns 0.
 

@@ -156,7 +156,7 @@ def plan(args: Arguments) -> int:
 @engine
 def probe(args: Arguments) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
-    from sft_play.report.probe import probe_report
+    from sft_play.report.memory import probe_report
 
     what = "plans, then runs two steps and an evaluation at the largest batch; trains nothing"
     resolved = announce(args, what, reads_rows=True)

@@ -26,6 +26,7 @@ from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.record import planned_batch, tree_of
+from sft_play.report.table import on_screen
 from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import console, quiet_libraries
@@ -84,7 +85,7 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
     models[name] = {**tree_of(models.get(name)), **scores}
     models = {name: models[name] for name in (BASE, trained_name(config), MERGED) if name in models}
     run.write_json(run.harness, {"lm_eval": version("lm_eval"), "models": models})
-    console().print(harness_table(models, scores), "", ending({"numbers": run.harness}, []))
+    console().print(on_screen(harness_table(models, scores)), "", ending({"numbers": run.harness}, []))
     return {"model": name, "seconds": round(seconds, 3), "tasks": scores}
 
 

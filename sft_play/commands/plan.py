@@ -36,9 +36,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.speed import ensure_profile
 from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
-from sft_play.report.layout import make_command
+from sft_play.report.layout import make_command, training_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.training import training_command
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner
@@ -84,7 +83,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             chosen = plan_or_advise(request, partial(_again, args, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
-            scaled = request.with_offload(chosen.offload).in_groups_of(chosen.sequence_ranks)
+            scaled = request.with_offload(chosen.sharing.offload).in_groups_of(chosen.sharing.sequence_ranks)
             scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
@@ -130,10 +129,10 @@ def _cost(price: float | None, hours: float | None) -> float | None:
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
     """What fits where."""
     what = f"{METHODS[config.tuning.mode]} of {asked_name(config.model.name)}"
-    place = counted(chosen.world_size, "process") + " on this CPU"
+    place = counted(chosen.sharing.world_size, "process") + " on this CPU"
     if machine.gpus:
-        place = f"{chosen.world_size} x {machine.gpus[0].name}"
-    engine = label_of(chosen.engine, chosen.replicas, chosen.offload)
+        place = f"{chosen.sharing.world_size} x {machine.gpus[0].name}"
+    engine = label_of(chosen.sharing.engine, chosen.sharing.replicas, chosen.sharing.offload)
     return f"{what} fits on {place} ({engine})"
 
 
@@ -184,7 +183,7 @@ def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chose
 
 def _again(args: Arguments, processes: int, change: Change) -> str:
     """What to type to plan the same with a change, which may be more GPUs than these."""
-    world, gpu = change.plan.world_size, args.gpu
+    world, gpu = change.plan.sharing.world_size, args.gpu
     if world != processes and gpu is None:
         gpu = detect().gpus[0].name
     named = {"MODEL": args.model, "GPU": gpu, "NGPU": world if args.gpus or world != processes else None}

@@ -22,7 +22,7 @@ def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | Non
             raise ConfigError(
                 "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"
             )
-        if job.plan.world_size == 1:
+        if job.plan.sharing.world_size == 1:
             from sft_play.train.ranks import process_group
 
             with process_group(job):

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
@@ -98,7 +98,7 @@ def _is_trained(run: RunDir, earlier: tuple[int, int] | None) -> bool:
     return _version(run.summary) != earlier and bool(read_json(run.summary).get("trained"))
 
 
-def _end(run: RunDir, **values: Any) -> None:
+def _end(run: RunDir, **values: object) -> None:
     with contextlib.suppress(Exception):  # it may be the disk that failed
         update_summary(run, **values)
     _report(run)

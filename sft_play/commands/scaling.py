@@ -26,8 +26,9 @@ def add_scaling(run: RunDir) -> None:
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
             facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
-            request = Request(config, architecture, facts, machine, plan.world_size)
-            rows = scaling(request.with_offload(plan.offload).in_groups_of(plan.sequence_ranks))
+            shared = plan.sharing
+            request = Request(config, architecture, facts, machine, shared.world_size)
+            rows = scaling(request.with_offload(shared.offload).in_groups_of(shared.sequence_ranks))
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - see above
         warn(f"no plans for other numbers of processes: {error}")

@@ -142,7 +142,7 @@ def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
     said: list[str] = []
     while True:
         try:
-            if job.plan.world_size == 1:
+            if job.plan.sharing.world_size == 1:
                 summary = train_alone(job)
             else:
                 launch_ranks(job, link)
@@ -179,7 +179,7 @@ def train_alone(job: Job) -> dict[str, Any]:
 
 def closing_prompts(job: Job) -> list[list[int]]:
     """The prompts that the processes of a run answer together, if each has but a part of the model."""
-    if not (job.config.eval.generate and engine_of(job.plan.engine).answers_together):
+    if not (job.config.eval.generate and engine_of(job.plan.sharing.engine).answers_together):
         return []
     from sft_play.commands.evaluate import closing_questions
 
@@ -215,7 +215,7 @@ def compare(job: Job) -> dict[str, Any] | None:
     from sft_play.train.recovery import is_out_of_memory
 
     made = None
-    if engine_of(job.plan.engine).answers_together:
+    if engine_of(job.plan.sharing.engine).answers_together:
         made = handed_over(job.run)
         if made is None:  # the ranks have said why
             return None

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from sft_play.choices.kernels import LAYERS
 from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.section import Section
 from sft_play.config.values import (
@@ -65,9 +66,12 @@ class TrainConfig(Section):
     optimizer: Literal[tuple(OPTIMIZERS)] = Field(  # type: ignore[valid-type]
         default=DEFAULT, description=" ".join(each.says for each in OPTIMIZERS.values() if each.says)
     )
-    kernels: Literal["auto", "own", "liger"] = "auto"
-    """What computes norms, rotary embeddings and gated layers. own: passes of this project. liger: the Triton
-    kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""
+    kernels: Literal["auto", "own", *LAYERS] = Field(  # type: ignore[valid-type]
+        default="auto",
+        description="What computes norms, rotary embeddings and gated layers. own: passes of this project. "
+        + " ".join(row.says for row in LAYERS.values())
+        + " auto: own, until `make gpu-proof` has seen another one win on a GPU.",
+    )
     compile: bool = False
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
     DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""

@@ -26,13 +26,12 @@ from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import replacing_file
-from sft_play.report.layout import columns
+from sft_play.report.table import Table, on_screen
 from sft_play.rows.formats import Conversation, convert, detect_format, with_format
 from sft_play.ui.console import console
 from sft_play.ui.screen import Words
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
@@ -54,19 +53,18 @@ def table(prepared: PreparedData) -> Group:
             notes.append(f"\n  dropped from {split}: {count:,} {reason}")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
-    shown = columns("data", *splits)
     counts = [_counts(stats[split]) for split in splits]
-    for name in counts[0]:
-        cells = [column[name] for column in counts]
-        if name != PARTS or set(cells) != {"0"}:
-            shown.add_row(name, *cells)
-    sources = stats["train"].get("sources")
-    return Group(shown, *([_sources_table(sources)] if sources else []), Words(notes))
+    rows = [(name, *(column[name] for column in counts)) for name in counts[0]]
+    rows = [row for row in rows if row[0] != PARTS or set(row[1:]) != {"0"}]
+    tables = [Table(("data", *splits), rows)]
+    if sources := stats["train"].get("sources"):
+        tables.append(_sources_table(sources))
+    return Group(*map(on_screen, tables), Words(notes))
 
 
-def _sources_table(sources: list[dict[str, Any]]) -> "Table":
+def _sources_table(sources: list[dict[str, Any]]) -> Table:
     """The training rows of each source, and its shares of an epoch."""
-    shown = columns("source", "weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all")
+    rows = []
     totals = {
         name: sum(source[name] for source in sources) for name in ("rows_per_epoch", "tokens_per_epoch")
     }
@@ -74,8 +72,8 @@ def _sources_table(sources: list[dict[str, Any]]) -> "Table":
         shares: list[str] = []
         for name, total in totals.items():
             shares += [f"{source[name]:,}", f"{100 * source[name] / total:.1f}%"]
-        shown.add_row(Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares)
-    return shown
+        rows.append((Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares))
+    return Table(("source", "weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all"), rows)
 
 
 def _counts(split: dict[str, Any]) -> dict[str, str]:

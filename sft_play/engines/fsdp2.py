@@ -33,12 +33,12 @@ class Fsdp2(Sharded):
         shard(
             units,
             plan.device,
-            gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),
+            gathered_dtype=gathered_dtype(config.tuning.mode, plan.precision.dtype, plan.precision.autocast),
             like_first=like_first,
-            replicas=plan.replicas,
-            offload=plan.offload != "none",
-            defers_exchange=plan.defers_exchange,
-            reshard_after_forward=plan.reshard_after_forward,
+            replicas=plan.sharing.replicas,
+            offload=plan.sharing.offload != "none",
+            defers_exchange=plan.sharing.defers_exchange,
+            reshard_after_forward=plan.sharing.reshard_after_forward,
         )
 
     def transform(self, step: Step, division: Division) -> Step:

@@ -63,10 +63,10 @@ class Sharded(Engine):
         Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
         getting its part; replicas reduce theirs once per step.
         """
-        each = plan.gradient_accumulation_steps
+        each = plan.batch.accumulation
         kinds = {
             "all_gather": (ALL_GATHER, each),
-            "reduce_scatter": (REDUCE_SCATTER, 1 if plan.defers_exchange else each),
+            "reduce_scatter": (REDUCE_SCATTER, 1 if plan.sharing.defers_exchange else each),
             "all_reduce": (ALL_REDUCE, 1),
         }
         return tuple(

@@ -178,6 +178,6 @@ class Zero2(Zero):
         """
         gradient_bytes = work.trained_elements * element_bytes
         return (
-            Message("all_reduce", gradient_bytes, plan.gradient_accumulation_steps),
+            Message("all_reduce", gradient_bytes, plan.batch.accumulation),
             Message("all_gather", gradient_bytes, 1),
         )

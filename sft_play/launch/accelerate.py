@@ -136,12 +136,12 @@ def launch(
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
-    engine_of(plan.engine).prepare_launch()
+    engine_of(plan.sharing.engine).prepare_launch()
     command = launch_command(
         [str(SCRIPT), *arguments],
-        engine=plan.engine,
+        engine=plan.sharing.engine,
         device=plan.device,
-        processes=plan.world_size,
+        processes=plan.sharing.world_size,
         cores=None if "OMP_NUM_THREADS" in os.environ else detect_host().cpu_cores,
         nodes=nodes,
     )

@@ -23,8 +23,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sft_play.choices.kernels import Capability
 from sft_play.errors import ConfigError
-from sft_play.model.attention_table import FLASH, JOINED, NAME, Capability
+from sft_play.model.attention_table import FLASH, JOINED, NAME
 from sft_play.model.sequence_parallel import attend_divided
 
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import import_utils
 
+from sft_play.choices.kernels import Capability, within
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import setting
-from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
+from sft_play.model.attention_table import ATTENTIONS, NAME, Attention
 from sft_play.model.families import family_of
 from sft_play.reasons.method import Padded
 from sft_play.units import SIXTEEN_BIT

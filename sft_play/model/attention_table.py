@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from sft_play.choices.kernels import Capability, Span, within
 from sft_play.units import BYTES_PER_ELEMENT, SIXTEEN_BIT
 
-Capability = tuple[int, int]  # compute capability of a GPU, e.g. (8, 0)
-Span = tuple[Capability, Capability]  # of compute capabilities: from the first, before the second
 NAME = "varlen_sdpa"
 
 FIRST, LAST = (5, 0), (99, 0)
@@ -25,11 +24,6 @@ FLASH3_WIDTHS = 64, 96, 128, 192, 256  # head sizes that FlashAttention 3 comput
 FLASH_ROWS = 128  # the flash kernel rounds sequence lengths up to a multiple of this
 SPLITS = 200  # the memory-efficient kernel splits the keys of all heads into at most so many parts
 LOCK = 4  # 32-bit words of a lock in front of each tile of its accumulator
-
-
-def within(capability: Capability, spans: tuple[Span, ...]) -> bool:
-    """Whether some span contains a compute capability."""
-    return any(first <= capability < end for first, end in spans)
 
 
 @dataclass(frozen=True)

@@ -167,15 +167,15 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
     set_seed(config.train.seed)  # adapters start from random numbers
-    shards = engine_of(plan.engine).shards_weights
+    shards = engine_of(plan.sharing.engine).shards_weights
     model = load_base(
         config.model,
-        dtype=plan.dtype,
+        dtype=plan.precision.dtype,
         attn_implementation=plan.attention,
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
-        as_stored=shards and can_be_cast_later(config, plan.dtype),
+        as_stored=shards and can_be_cast_later(config, plan.precision.dtype),
     )
     if config.train.layer_kernels != "own":
         layer_forward.replace_forwards(model, config.train.layer_kernels)
@@ -185,7 +185,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         _require_finite(model)
         freeze_what_gets_no_gradient(model)
     else:
-        autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
+        autocast, ids = plan.precision.autocast != "no", [token.id for token in new_tokens(config.model)]
         with looking_as_used(model):
             trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
     if plan.mlp_tile:

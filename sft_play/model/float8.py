@@ -8,45 +8,13 @@ that checkpoints do not change; passes without gradients multiply as the saved m
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any
-
-from sft_play.errors import ConfigError
-from sft_play.extras import install_command
-from sft_play.model.attention_table import Capability, Span, within
 
 if TYPE_CHECKING:
     import torch
 
-# PyTorch has such products for Blackwell of workstations (12.x) too, where they were reported to fail:
-# https://github.com/pytorch/pytorch/issues/192707
-GPUS: tuple[Span, ...] = (((8, 9), (9, 1)), ((10, 0), (11, 0)))
 MULTIPLE = 16  # of which the kernels need both sizes of a weight
-
-
-def is_installed() -> bool:
-    """Whether torchao can be imported, which is found out without doing so: it takes seconds."""
-    return find_spec("torchao") is not None
-
-
-def require_runnable(device: str, name: str, capability: Capability | None, *, here: bool) -> None:
-    """Refuses float8 on devices that have no such products, and `here` without torchao.
-
-    Raises:
-        ConfigError: the device cannot run them, or the package is missing.
-    """
-    if device != "cuda" or (capability is not None and not within(capability, GPUS)):
-        found = "{} ({}.{})".format(name, *capability or ()) if device == "cuda" else "the CPU"
-        raise ConfigError(
-            "train.float8=true needs a GPU of compute capability 8.9 (Ada), 9.0 (Hopper) or 10.x (Blackwell "
-            f"of data centers), and this is {found}; set train.float8=false"
-        )
-    if here and not is_installed():
-        raise ConfigError(
-            f"train.float8=true needs the package torchao, which is not installed; run "
-            f"`{install_command('float8')}`, or set train.float8=false"
-        )
 
 
 def is_served(module: torch.nn.Module, name: str = "") -> bool:

@@ -10,29 +10,52 @@ not been measured.
 
 import inspect
 from collections.abc import Sequence
+from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from transformers.models.llama import modeling_llama
 
-from sft_play.model import liger
-from sft_play.model.liger import same_code
+from sft_play.choices.kernels import LAYERS
+
+
+def code_of(kernels: str) -> Any:
+    """The module with what `train.kernels` stands for: the passes here, or those of a row of `LAYERS`.
+
+    It has `norm_forward` and `rotated` as here, and `forward_for`: what takes the place of the forward pass
+    of another module, or None. That of a row also has `STAND_INS`: name of a function that calls a kernel ->
+    what computes in its place in a trace.
+    """
+    return import_module(LAYERS[kernels].code if kernels in LAYERS else __name__)
+
+
+def forward_for(module: torch.nn.Module) -> None:
+    """Other modules compute as they do in transformers."""
+
+
+def same_code(function: Any, known: Any) -> bool:
+    """Whether a function does what a known one does, by its code, numbers and defaults."""
+
+    def code(found: Any) -> Any:
+        code = found.__code__
+        numbers = [each for each in code.co_consts if isinstance(each, int | float)]
+        return code.co_code, code.co_names, numbers, found.__defaults__
+
+    return hasattr(function, "__code__") and code(function) == code(known)
 
 
 def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
-    """Lets modules with Llama's code compute in fewer passes, or by Liger's `kernels`, before adapters come.
+    """Lets modules with Llama's code compute in fewer passes, or by other `kernels`, before adapters come.
 
     Returns:
         How many modules these are.
     """
-    replacements = {kind: _replacement(kind, kernels) for kind in set(map(type, model.modules()))}
+    code = code_of(kernels)
+    replacements = {kind: _replacement(kind, code) for kind in set(map(type, model.modules()))}
     count = 0
     for module in model.modules():
-        forward = replacements[type(module)]
-        if forward is None and kernels == liger.NAME:
-            forward = liger.forward_for(module)
-        if forward:
+        if forward := replacements[type(module)] or code.forward_for(module):
             replace_forward(module, MethodType(forward, module))
             count += 1
     return count
@@ -53,16 +76,15 @@ def _place_of_forward(module: torch.nn.Module) -> str:
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
-def _replacement(kind: type, kernels: str = "own") -> Any:
+def _replacement(kind: type, code: Any) -> Any:
     """What to put in the place of the forward pass of a module of this class; None for those that stay."""
     if not kind.__module__.startswith("transformers.models."):
         return None
     # transformers 5.24 wraps it to take the old names of arguments
     forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     if same_code(forward, modeling_llama.LlamaRMSNorm.forward):
-        return liger.norm_forward if kernels == liger.NAME else _norm_forward
-    rotate = liger.rotated if kernels == liger.NAME else rotated
-    return _with_rotation(forward, rotate) if _rotates_as_llama(forward) else None
+        return code.norm_forward
+    return _with_rotation(forward, code.rotated) if _rotates_as_llama(forward) else None
 
 
 def _rotates_as_llama(forward: FunctionType) -> bool:
@@ -85,7 +107,7 @@ def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
     return copy
 
 
-def _norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """As in Llama; `hidden_states` and the result are [..., hidden_size]."""
     return RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 

@@ -5,62 +5,22 @@ products of SwiGLU and GeGLU.
 Liger's functions are called one by one, instead of `use_liger_kernel`: that exchanges classes and functions
 in the modules of transformers, for all models of the process, and a forward pass that the output head
 replaces. The output head stays TRL's, which is one of Triton too and never makes the logits either.
+
+In a trace, autograd functions that compute nothing stand in for them: they allocate and keep what Liger's do,
+after liger_kernel 0.8: ops/rms_norm.py, ops/rope.py, ops/swiglu.py, ops/geglu.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sft_play.errors import ConfigError
-from sft_play.extras import install_command
-from sft_play.model.attention_table import Capability
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from sft_play.model.layer_forward import same_code
+from sft_play.model.stand_in import counted
+from sft_play.work import ELEMENTWISE, IN_PLACE
 
-NAME = "liger"
-PACKAGES = ("liger_kernel", "triton")
-# served architectures
-EXAMPLES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "mixtral", "gemma2", "gemma3_text")
-KERNELS = ("norm", "rotate", "gated", "gelu_gated")  # the functions here that call one; a trace has others
-LEAST_CAPABILITY = (7, 0)  # Triton compiles for no older GPU
-
-
-def is_installed() -> bool:
-    """Whether Liger can be imported, which is found out without doing so."""
-    return all(map(find_spec, PACKAGES))
-
-
-def require_runnable(device: str, capability: Capability | None, *, here: bool) -> None:
-    """Refuses Liger's kernels on devices for which there are none, and `here` without the package.
-
-    Raises:
-        ConfigError: the device cannot run them, or the package is missing.
-    """
-    old = capability is not None and capability < LEAST_CAPABILITY
-    if device != "cuda" or old:
-        found = "a GPU of compute capability {}.{}".format(*capability or ()) if old else "the CPU"
-        raise ConfigError(
-            f"train.kernels=liger: {found} cannot run Liger's kernels, which Triton compiles for NVIDIA GPUs "
-            "of compute capability 7.0 and newer; allowed here: auto, own"
-        )
-    if here and not is_installed():
-        raise ConfigError(
-            "train.kernels=liger needs the packages liger-kernel and triton, which are not installed; run "
-            f"`{install_command('liger')}`, or set train.kernels=auto"
-        )
-
-
-def require_modules(model_type: str, count: int) -> None:
-    """Raises a ConfigError if Liger's kernels serve none of a model's modules."""
-    if not count:
-        raise ConfigError(
-            f"train.kernels=liger: none of {model_type}'s modules are those that Liger's kernels compute "
-            f"(norms, rotary embeddings and gated layers as of {', '.join(EXAMPLES)}); allowed for it: "
-            "auto, own"
-        )
+# Rows of partial sums of a norm's gradient, one for each multiprocessor: an H100's. They live for a moment.
+MULTIPROCESSORS = 132
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -149,12 +109,80 @@ def _same(kind: Any, known: Any, *names: str) -> bool:
     return all(same_code(getattr(kind, name, None), getattr(known, name)) for name in names)
 
 
-def same_code(function: Any, known: Any) -> bool:
-    """Whether a function does what a known one does, by its code, numbers and defaults."""
+class FakeNorm(torch.autograd.Function):
+    """A norm of [..., size] by a weight of [size]."""
 
-    def code(found: Any) -> Any:
-        code = found.__code__
-        numbers = [each for each in code.co_consts if isinstance(each, int | float)]
-        return code.co_code, code.co_names, numbers, found.__defaults__
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Keeps the input and a factor in fp32 for each row."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape)
+        factors = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+        counted(ELEMENTWISE, x, 0, moved=x.nbytes + out.nbytes)
+        ctx.save_for_backward(x, weight, factors)
+        return out
 
-    return hasattr(function, "__code__") and code(function) == code(known)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the input is a tensor of its own; that of the weight is summed in fp32."""
+        x, weight, _ = ctx.saved_tensors
+        grad, sums = grad.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            sums = x.new_empty((MULTIPROCESSORS, x.shape[-1]), dtype=torch.float32)
+        x_grad = torch.zeros_like(grad)
+        counted(ELEMENTWISE, x, 0, moved=x.nbytes + grad.nbytes + x_grad.nbytes)
+        return x_grad, None if sums is None else sums.sum(dim=0).to(weight.dtype)
+
+
+class FakeRotation(torch.autograd.Function):
+    """Queries [batch, heads, tokens, head_dim] and keys of fewer heads are rotated where they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps cos and sin, [batch, tokens, head_dim]; heads that do not lie behind tokens are copied."""
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return _in_place(q), _in_place(k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """As forward, for the gradients."""
+        return _in_place(grads[0]), _in_place(grads[1]), None, None
+
+
+def _in_place(heads: torch.Tensor) -> torch.Tensor:
+    """One kernel that changes [batch, heads, tokens, head_dim], if its tokens lie in front of its heads."""
+    out = heads.transpose(1, 2).contiguous()
+    counted(IN_PLACE, out, 0, moved=2 * out.nbytes)
+    return out.transpose(1, 2)
+
+
+class FakeGated(torch.autograd.Function):
+    """The product of SwiGLU or GeGLU, of any shape."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Keeps both inputs."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        counted(ELEMENTWISE, gate, 0, moved=3 * gate.nbytes)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients take the place of the inputs."""
+        gate, up = ctx.saved_tensors
+        grad = grad.contiguous()
+        counted(IN_PLACE, gate, 0, moved=3 * gate.nbytes + 2 * up.nbytes)
+        return gate, up
+
+
+# What computes in a trace in place of the functions of these names, on fake tensors.
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, weight, eps, offset=0.0: FakeNorm.apply(x, weight),
+    "rotate": lambda q, k, cos, sin: FakeRotation.apply(q, k, cos, sin),
+    "gated": lambda gate, up: FakeGated.apply(gate, up),
+    "gelu_gated": lambda gate, up: FakeGated.apply(gate, up),
+}

@@ -17,8 +17,8 @@ from sft_play.planning.other_machines import fewest_gpus
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request, Settings
 from sft_play.planning.sequence import group_sizes
+from sft_play.report.layout import training_command
 from sft_play.report.misfit import advice_text
-from sft_play.report.training import training_command
 
 MOST = 3  # changes of settings that are planned and shown
 SHARES = (0.75, 0.5, 0.25)  # of the longest row, for shorter ones

@@ -180,8 +180,8 @@ def evaluation_batches(lengths: np.ndarray, plan: Plan, rows_per_batch: int | No
     `lengths` are the tokens of the rows, [rows]. Without `rows_per_batch` (eval.batch_size), batches are
     filled up to the plan's token budget, or when padded to its rows per micro-batch.
     """
-    if rows_per_batch is None and plan.padding_free:
-        return pack(lengths.tolist(), max(plan.micro_batch_tokens, int(lengths.max())))
+    if rows_per_batch is None and plan.rows.joined:
+        return pack(lengths.tolist(), max(plan.rows.most_tokens, int(lengths.max())))
     size = rows_per_batch or plan.rows_per_micro_batch
     order = np.argsort(-lengths, kind="stable").tolist()
     return [order[start : start + size] for start in range(0, len(order), size)]

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from sft_play.choices.kernels import FLOAT8, LAYERS
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.model import float8, liger
 from sft_play.plan import Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of
 from sft_play.planning.compiled import require_compilable, require_compiler
@@ -64,7 +64,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = with_tiles(train, drafts) if tiles else drafts
-    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    average = int(facts.mean_tokens)
+    drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 
 
@@ -73,11 +74,11 @@ def _require_kernels(request: Request) -> None:
     train, device, here = request.config.train, request.device, not request.machine.what_if
     require_compiler(request.config, device, here=here)
     if train.float8:
-        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
-    if train.kernels == "liger":
-        liger.require_runnable(device.kind, device.compute_capability, here=here)
-        served = request.architecture.modules.liger_modules
-        liger.require_modules(request.architecture.facts.model_type, served)
+        FLOAT8.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+    if row := LAYERS.get(train.kernels):
+        row.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
+        architecture = request.architecture
+        row.require_modules(architecture.facts.model_type, architecture.modules.served[row.name])
 
 
 def _attention(request: Request) -> str:
@@ -138,5 +139,6 @@ def traced_estimator(request: Request, budget: DeviceBudget) -> Estimator:
 
 
 def _described(run: RunConfig, plan: Plan, device: Device) -> str:
-    how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
-    return f"{how}, micro-batch {plan.micro_batch_size:,} on {plan.world_size} x {device.name}"
+    shared = plan.sharing
+    how = f"{METHODS[run.tuning.mode]}, {label_of(shared.engine, shared.replicas, shared.offload)}"
+    return f"{how}, micro-batch {plan.batch.micro:,} on {shared.world_size} x {device.name}"

@@ -82,8 +82,9 @@ def plan_clock(request: Request, *, link: bool = True) -> Clock:
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        engine, collectives = engine_of(plan.engine), collectives_with(plan.replicas) if link else None
-        sends = engine.shards_weights or plan.sequence_ranks > 1
+        engine = engine_of(plan.sharing.engine)
+        collectives = collectives_with(plan.sharing.replicas) if link else None
+        sends = engine.shards_weights or plan.sharing.divides_tokens
         unknown = link and collectives is None and sends and processes > 1
         if profile is None or unknown:
             return None
@@ -93,13 +94,13 @@ def plan_clock(request: Request, *, link: bool = True) -> Clock:
             work,
             profile,
             batch,
-            accumulation=plan.gradient_accumulation_steps,
-            exchange=_exchange(work, run, plan, collectives, inside(plan.sequence_ranks)),
-            update_share=engine.update_share(plan.shards),
+            accumulation=plan.batch.accumulation,
+            exchange=_exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks)),
+            update_share=engine.update_share(plan.sharing.shards),
         )
-        if plan.device == "cpu" or (plan.offload == "none" and not plan.offloads_activations):
+        if plan.device == "cpu" or (plan.sharing.offload == "none" and not plan.offloads_activations):
             return sum(parts)
-        if plan.offload == "none":
+        if plan.sharing.offload == "none":
             return _with_transfers(parts, work, plan, machine)
         return _offloaded(parts, work, plan, machine)
 
@@ -113,7 +114,7 @@ def _with_transfers(parts: StepSeconds, work: Work, plan: Plan, machine: Machine
     """
     link, copied = host_link(machine), sum(work.exchanged(TRANSFER).elements())
     # a copy counts as read and written, which is once over the link
-    return sum(parts) + plan.gradient_accumulation_steps * copied / 2 / link if link else None
+    return sum(parts) + plan.batch.accumulation * copied / 2 / link if link else None
 
 
 def _exchange(
@@ -131,12 +132,12 @@ def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> 
 
     Copies are added in full, as if none of them overlapped with computation.
     """
-    engine, here = engine_of(plan.engine), min(plan.world_size, len(machine.gpus))
+    engine, here = engine_of(plan.sharing.engine), min(plan.sharing.world_size, len(machine.gpus))
     link, cpu = host_link(machine), profile_of(replace(machine, gpus=()), here)
     if link is None or cpu is None:
         return None
-    share = engine.update_share(plan.shards)
-    copied, summed = engine.moved_by_offload(work, plan.gradient_accumulation_steps)
+    share = engine.update_share(plan.sharing.shards)
+    copied, summed = engine.moved_by_offload(work, plan.batch.accumulation)
     update = cpu.update_element_s * share * work.trained_elements
     update += cpu.update_tensor_s * share * work.trained_tensors
     # a copy counts as read and written, which is once over the link
@@ -157,21 +158,21 @@ def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
     """A micro-batch of average size; attention runs once per row if rows are joined."""
-    tokens = facts.tokens_per_process(plan) / plan.gradient_accumulation_steps
+    tokens = facts.tokens_per_process(plan) / plan.batch.accumulation
     rows = tokens / facts.mean_tokens
-    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
+    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.rows.joined else 1.0)
 
 
 def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     """What the processes of a plan exchange in an optimizer step."""
     element_bytes = StepSpec.of(run, plan).trained_element_bytes
-    return engine_of(plan.engine).messages(work, element_bytes, plan)
+    return engine_of(plan.sharing.engine).messages(work, element_bytes, plan)
 
 
 def sequence_messages(work: Work, plan: Plan) -> tuple[Message, ...]:
     """What processes that divide the tokens of a micro-batch exchange for attention in an optimizer step."""
     return tuple(
-        Message("all_to_all", size, plan.gradient_accumulation_steps * times)
+        Message("all_to_all", size, plan.batch.accumulation * times)
         for size, times in work.exchanged(ALL_TO_ALL).items()
     )
 

@@ -6,19 +6,19 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+from sft_play.choices.engines import WHOLE
+from sft_play.choices.kernels import COMPILED, FLOAT8
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.model import float8
-from sft_play.model.attention_table import NAME, within
+from sft_play.model.attention_table import NAME
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import choose_precision
 from sft_play.reasons.method import CompiledLayers, Unproven
 from sft_play.reasons.reason import Reason
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import AUTOCAST
-
-LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton compiles for
 
 
 def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
@@ -27,18 +27,14 @@ def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
     Raises:
         ConfigError: the GPU is too old, or something is missing.
     """
-    capability = device.compute_capability
-    if config.train.compile and capability is not None and capability < LEAST_CAPABILITY:
-        raise ConfigError(
-            "train.compile=true: Triton compiles for GPUs of compute capability 7.0 and newer, and this is "
-            "{} ({}.{}); set train.compile=false".format(device.name, *capability)
-        )
+    if config.train.compile:
+        COMPILED.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
     engine = config.parallel.engine
     # DeepSpeed's own collectives on a CPU are an extension
     builds = device.kind == "cpu" and engine != "auto" and "deepspeed" in engine_of(engine).packages
     compiling = [
         ("train.compile=true", config.train.compile, "train.compile=false"),
-        (f"parallel.engine={engine}", builds, "parallel.engine=ddp"),
+        (f"parallel.engine={engine}", builds, f"parallel.engine={WHOLE.name}"),
     ]
     for setting, compiles, other in compiling:
         missing = _missing(device.kind) if compiles and here else None
@@ -122,17 +118,18 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         return [CompiledLayers("float8")]
     if config.train.compile:
         return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode != "qlora"
         and config.train.layer_kernels == "own"
         and not config.tuning.lora.use_dora
-        and engine_of(plan.engine).compiles_layers
-        and plan.sequence_ranks == 1
-        and plan.activations != "offload"
+        and engine_of(plan.sharing.engine).compiles_layers
+        and not plan.sharing.divides_tokens
+        and plan.activations.policy != "offload"
         and plan.attention == NAME
-        and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
-        and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
+        and (config.tuning.mode == "full" or precision.dtype == AUTOCAST.get(precision.autocast, "float32"))
+        and COMPILED.runs_on(plan.device, plan.compute_capability)
     )
     if not could or _besides_dense_layers(architecture):
         return []
@@ -141,12 +138,13 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
 
 def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
     """That layers, which can be compiled, do not multiply in float8, on a GPU where they could."""
+    precision = plan.precision
     could = (
         plan.device == "cuda"
         and config.tuning.mode == "full"
-        and (plan.dtype, plan.mixed_precision) == ("float32", "bf16")
+        and (precision.dtype, precision.autocast) == ("float32", "bf16")
         and plan.compute_capability is not None
-        and within(plan.compute_capability, float8.GPUS)
+        and FLOAT8.runs_on(plan.device, plan.compute_capability)
         and architecture.modules.float8_layers > 0
     )
     if not could:

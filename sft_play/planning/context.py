@@ -48,12 +48,12 @@ class LongestRow:
             return row
         plan, memory = self.plan, self.plan.memory
         return row | {
-            "row_tokens": plan.max_seq_len,
-            "engine": plan.engine,
-            "replicas": plan.replicas,
-            "effective_batch_size": plan.effective_batch_size,
-            "activations": plan.activations,
-            "mlp_tiles": plan.mlp_tiles,
+            "row_tokens": plan.rows.max_seq_len,
+            "engine": plan.sharing.engine,
+            "replicas": plan.sharing.replicas,
+            "effective_batch_size": plan.batch.effective,
+            "activations": plan.activations.policy,
+            "mlp_tiles": plan.activations.mlp_tiles,
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": memory.peak_bytes,
             "process_bytes": memory.process_bytes,
@@ -192,11 +192,11 @@ def _plan_of(request: Request, *, tight: bool) -> Plan:
     """
     run = request.in_groups_of(request.config.parallel.sequence_ranks)
     drafts = leanest(candidates(run))
-    kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
-    tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
+    kept = {(draft.batch.micro, draft.activations.policy) for draft in drafts}
+    tiles = {draft.activations.mlp_tiles for draft in drafts} | (set() if tight else {1})
 
     def as_lean(draft: Plan) -> bool:
-        return (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles
+        return (draft.batch.micro, draft.activations.policy) in kept and draft.activations.mlp_tiles in tiles
 
     return fastest_plan(run, as_lean, explain=False)
 
@@ -209,7 +209,7 @@ def _use(request: Request, tried: Tried) -> float:
     estimate = estimator_of(request)
     of_engine: dict[Engine, list[Plan]] = {}
     for draft in leanest(candidates(request)):
-        of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
+        of_engine.setdefault((draft.sharing.engine, draft.sharing.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}
     for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
@@ -227,7 +227,7 @@ def _use(request: Request, tried: Tried) -> float:
 def _least_share(run: RunConfig, drafts: Sequence[Plan], estimate: Estimator) -> float:
     """The least that the drafts of an engine take; infinite if it is too much before there is a row."""
     least = inf
-    for draft in sorted(drafts, key=lambda draft: draft.activations != "offload"):
+    for draft in sorted(drafts, key=lambda draft: draft.activations.policy != "offload"):
         memory = estimate(run, draft, complete=True)
         if memory.phases.get("load", 0) > memory.budget_bytes:
             return inf

@@ -1,8 +1,8 @@
 """Draft plans: every plan that a config allows, before memory is estimated. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from sft_play.choices.engines import WHOLE
 from sft_play.choices.optimizers import OPTIMIZERS
@@ -11,9 +11,10 @@ from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
+from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
-from sft_play.reasons.method import Precision
+from sft_play.reasons import method
 from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST
 
@@ -21,7 +22,7 @@ from sft_play.units import AUTOCAST
 LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
 
 
-def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]:
+def choose_precision(config: RunConfig, device: Device) -> tuple[str, method.Precision]:
     """The dtype of the weights, and the autocast type.
 
     Raises:
@@ -38,11 +39,11 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
             "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
         )
     if asked != "auto":
-        autocast = Precision(asked, "config", device.name)
+        autocast = method.Precision(asked, "config", device.name)
     elif device.kind == "cpu":
-        autocast = Precision("no", "cpu", device.name)
+        autocast = method.Precision("no", "cpu", device.name)
     else:
-        autocast = Precision("bf16" if device.bf16 else "fp16", "device", device.name)
+        autocast = method.Precision("bf16" if device.bf16 else "fp16", "device", device.name)
     chosen: str = dtype
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
@@ -63,13 +64,13 @@ def leanest(drafts: Sequence[Plan]) -> list[Plan]:
     """
     fewest = min(draft.rows_per_micro_batch for draft in drafts)
     small = [draft for draft in drafts if draft.rows_per_micro_batch == fewest]
-    lean = [draft for draft in small if draft.activations != "keep"] or small
-    return [draft for draft in lean if draft.mlp_tiles > 1] or lean
+    lean = [draft for draft in small if draft.activations.policy != "keep"] or small
+    return [draft for draft in lean if draft.activations.in_tiles] or lean
 
 
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
-    rate = scaled_learning_rate(config.train, draft.effective_batch_size)
+    rate = scaled_learning_rate(config.train, draft.batch.effective)
     return [choose_precision(config, device)[1], rate]
 
 
@@ -143,32 +144,30 @@ def draft_plans(
     require_possible(config, device)
     train, ranks = config.train, config.parallel.sequence_ranks
     unit = max_seq_len if train.packing else 1
+    kinds = Rows(max_seq_len=max_seq_len, packing=train.packing, joined=padding_free)
     dtype, autocast = choose_precision(config, device)
     splits = batch_choices(train, world_size // ranks, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
-    tokens = {split: largest(split, total) for split in splits}
-    shared = dict(
-        world_size=world_size,
-        machines=machines,
-        sequence_ranks=ranks,
-        max_seq_len=max_seq_len,
-        packing=train.packing,
-        padding_free=padding_free,
-        mixed_precision=autocast.precision,
-        dtype=dtype,
-        attention=attention,
-        learning_rate=rate,
-        steps_per_epoch=per_epoch,
-        total_steps=total,
-        device=device.kind,
-        compute_capability=device.compute_capability,
-    )
-    sharings = _sharings(config, device, world_size, machines)
+    most = {split: largest(split, total) for split in splits}
     return [
-        _draft(split, unit, tokens[split], activations=way, **how, **shared)
-        for how, way, split in product(sharings, _ways(train, device), splits)
+        Plan(
+            batch=Batch(
+                micro=split.micro * unit, accumulation=split.accumulation, effective=split.effective * unit
+            ),
+            sharing=sharing,
+            rows=replace(kinds, most_tokens=most[split][0], most_supervised=most[split][1]),
+            activations=activations,
+            precision=Precision(autocast=autocast.precision, dtype=dtype),
+            attention=attention,
+            schedule=Schedule(learning_rate=rate, steps_per_epoch=per_epoch, total_steps=total),
+            device=device.kind,
+            compute_capability=device.compute_capability,
+        )
+        for sharing, activations, split in product(
+            _sharings(config, device, world_size, machines), _ways(train, device), splits
+        )
     ]
 
 
@@ -182,8 +181,8 @@ def by_offload(
     auto, chosen = config.train.asked_activations == "auto", config.train.mlp_tiles == "auto"
 
     def last_resorts(draft: Plan) -> tuple[bool, ...]:
-        in_ram = auto and draft.activations == "offload"
-        return draft.offload != "none", in_ram, chosen and draft.mlp_tiles > 1
+        in_ram = auto and draft.activations.policy == "offload"
+        return draft.sharing.offload != "none", in_ram, chosen and draft.activations.in_tiles
 
     for resorts in product((False, True), repeat=3):
         group = [draft for draft in drafts if last_resorts(draft) == resorts]
@@ -191,8 +190,8 @@ def by_offload(
             yield group
 
 
-def _sharings(config: RunConfig, device: Device, world_size: int, machines: int) -> Iterator[dict[str, Any]]:
-    """How processes may share the work, as fields of a plan."""
+def _sharings(config: RunConfig, device: Device, world_size: int, machines: int) -> Iterator[Sharing]:
+    """How processes may share the work."""
     # a CPU has no other memory than RAM, and gradients of fp16 are scaled on the GPU
     offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
     engines = engines_for(config, world_size, offload=offload)
@@ -200,36 +199,31 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
     waits = config.parallel.defer_exchange is True
     for engine, place in (each for each in engines if not (several and each[0].joins_trained)):
         for count in _replicas(engine, world_size, machines):
-            yield {
-                "engine": engine.name,
-                "offload": place,
-                "replicas": count,
-                "reshard_after_forward": not (keeps and engine.can_keep_gathered),
-                "defers_exchange": waits and engine.can_defer and place == "none",
-            }
+            yield Sharing(
+                world_size=world_size,
+                engine=engine.name,
+                machines=machines,
+                sequence_ranks=config.parallel.sequence_ranks,
+                replicas=count,
+                offload=place,
+                defers_exchange=waits and engine.can_defer and place == "none",
+                reshard_after_forward=not (keeps and engine.can_keep_gathered),
+            )
 
 
-def _ways(train: TrainConfig, device: Device) -> tuple[str, ...]:
+def _ways(train: TrainConfig, device: Device) -> Iterator[Activations]:
     """What may become of activations; a CPU has no other memory to offload to, compiled layers cannot."""
-    if train.asked_activations == "auto":
-        keep = ("keep",) if train.mlp_tiles in ("auto", 1) else ()
-        offload = ("offload",) if device.kind == "cuda" and not train.compile else ()
-        return (*keep, "recompute", *offload)
-    return (train.asked_activations,)
+    if train.asked_activations != "auto":
+        yield Activations(policy=train.asked_activations)
+        return
+    if train.mlp_tiles in ("auto", 1):
+        yield Activations()
+    yield Activations(policy="recompute")
+    if device.kind == "cuda" and not train.compile:
+        yield Activations(policy="offload")
 
 
 def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:
     """How often the model may be held: on each machine, since the network is slow, before once on all."""
     can_divide = engine.replicates and world_size % machines == 0 and world_size // machines > 1
     return (machines, 1) if can_divide and machines > 1 else (1,)
-
-
-def _draft(split: BatchSplit, unit: int, tokens: tuple[int, int], **settings: Any) -> Plan:
-    return Plan(
-        micro_batch_size=split.micro * unit,
-        gradient_accumulation_steps=split.accumulation,
-        effective_batch_size=split.effective * unit,
-        micro_batch_tokens=tokens[0],
-        micro_batch_supervised=tokens[1],
-        **settings,
-    )

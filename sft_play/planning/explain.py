@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
+from sft_play.choices.kernels import LAYERS, within
 from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
-from sft_play.model import liger
-from sft_play.model.attention_table import ATTENTIONS, NAME, within
+from sft_play.model.attention_table import ATTENTIONS, NAME
 from sft_play.plan import EARLIER, PROFILED, Estimator, Plan
 from sft_play.planning.clock import work_of_request
 from sft_play.planning.compiled import compiled_reasons
@@ -53,7 +53,7 @@ def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimat
     threads = training_threads(request.machine, request.processes) or 1
 
     def trained_elements() -> int:
-        return work_of_request(request)(config, plan, plan.micro_batch_tokens).trained_elements
+        return work_of_request(request)(config, plan, plan.rows.most_tokens).trained_elements
 
     return [
         *([kernel] if kernel else []),
@@ -79,10 +79,10 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
-    ours = config.model.attention == "auto" and plan.attention == NAME and plan.sequence_ranks == 1
+    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.divides_tokens
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
-    dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+    dtype = AUTOCAST.get(plan.precision.autocast, plan.precision.dtype)
     try:
         architecture.ask(questions.attention, name, plan.device, capability, dtype)
     except ConfigError:  # nobody asked for it
@@ -93,22 +93,20 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
 def layer_kernels(
     config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
 ) -> list[Reason]:
-    """Liger's kernels, and why they are off, where a GPU could run them; another step is traced for it."""
+    """Other kernels, and why they are off, where a GPU could run them; another step is traced for each."""
     asked = config.train.kernels
-    if plan.device != "cuda" or asked == "own":
-        return []
-    try:
-        liger.require_runnable(plan.device, plan.compute_capability, here=False)
-        modules = architecture.modules.liger_modules
-        liger.require_modules(architecture.facts.model_type, modules)
-    except ConfigError:  # nobody asked for them
-        return []
-    own, ligers = (
-        estimate(config.changed({"train.kernels": kernels}), plan).peak_bytes for kernels in ("own", "liger")
-    )
-    if asked == "auto" and own <= ligers:
-        return []
-    return [LayerKernels("off" if asked == "auto" else "liger", modules, own - ligers)]
+    found: list[Reason] = []
+    for name, row in LAYERS.items() if plan.device == "cuda" else ():
+        if asked not in ("auto", name) or not row.runs_on(plan.device, plan.compute_capability):
+            continue
+        if not (modules := architecture.modules.served[name]):  # nobody asked for them
+            continue
+        own, others = (
+            estimate(config.changed({"train.kernels": kernels}), plan).peak_bytes for kernels in ("own", name)
+        )
+        if asked == name or others < own:
+            found.append(LayerKernels(name, asked == name, modules, own - others))
+    return found
 
 
 def trained_besides(request: Request) -> list[Reason]:
@@ -134,7 +132,7 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
     if config.tuning.mode != "full" and lora.rank_pattern:
         yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
     if config.tuning.mode != "full" and lora.plus_ratio:
-        yield LoraPlus(plan.learning_rate, lora.plus_ratio)
+        yield LoraPlus(plan.schedule.learning_rate, lora.plus_ratio)
     if config.tuning.mode != "full" and lora.init != "default":
         yield Decomposed(lora.init)
     if config.train.neftune_noise_alpha is not None:

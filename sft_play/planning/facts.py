@@ -171,11 +171,11 @@ class DataFacts:
     def tokens_per_process(self, plan: Plan) -> float:
         """Tokens that a process sees in an average step of a plan, padding not counted."""
         weights = row_weights(self.shares) if self.shares else None
-        return float(np.average(self.lengths, weights=weights)) * plan.rows_per_step / plan.world_size
+        return float(np.average(self.lengths, weights=weights)) * plan.rows_per_step / plan.sharing.world_size
 
     def tokens_per_second(self, plan: Plan) -> float | None:
         """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
-        tokens = self.tokens_per_process(plan) * plan.world_size
+        tokens = self.tokens_per_process(plan) * plan.sharing.world_size
         return tokens / plan.step_seconds if plan.step_seconds else None
 
     def largest_micro_batch(
@@ -274,15 +274,17 @@ class DataFacts:
         If processes divide their tokens, what one of them has.
         """
         found = replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
-        return found.of_rank(plan.sequence_ranks)
+        return found.of_rank(plan.sharing.sequence_ranks)
 
     def _training_batches(self, plan: Plan, hidden_size: int) -> RunBatches:
         """Those of the schedule; none for a plan that was changed, so that it would need other rows."""
         if not self.seen:
             return RunBatches()
-        split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.data_ranks)
-        found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free, plan.sequence_ranks)
-        if max(each.tokens for each in found.train) != plan.micro_batch_tokens:
+        split = BatchSplit(plan.rows_per_step, plan.batch.accumulation, plan.sharing.data_ranks)
+        found = self._heaviest(
+            split, plan.schedule.total_steps, hidden_size, plan.rows.joined, plan.sharing.sequence_ranks
+        )
+        if max(each.tokens for each in found.train) != plan.rows.most_tokens:
             return RunBatches()
         return found
 
@@ -292,17 +294,17 @@ class DataFacts:
         found = []
         for rows in evaluation_batches(self.eval_lengths, plan, self.eval_rows):
             lengths, supervised = self.eval_lengths[rows], int(self.eval_supervised[rows].sum())
-            if plan.padding_free:
+            if plan.rows.joined:
                 joined = JoinedRows(int(lengths.sum()))
-                if plan.sequence_ranks > 1 and self.eval_spans is not None:
+                if plan.sharing.divides_tokens and self.eval_spans is not None:
                     spans, begins = self.eval_spans[rows], np.zeros(1, dtype=np.int64)
-                    supervised = int(most_of_a_rank(lengths, spans, begins, plan.sequence_ranks)[0])
+                    supervised = int(most_of_a_rank(lengths, spans, begins, plan.sharing.sequence_ranks)[0])
                 found.append(MicroBatch(joined, supervised, tuple(lengths.tolist())))
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
                 found.append(MicroBatch(padded, supervised))
-        following = [each.tokens for each in found[plan.data_ranks :]]  # of the same process
-        pairs = zip(found, [*following, *[0] * plan.data_ranks], strict=False)
+        following = [each.tokens for each in found[plan.sharing.data_ranks :]]  # of the same process
+        pairs = zip(found, [*following, *[0] * plan.sharing.data_ranks], strict=False)
         return tuple(replace(each, held=held, place=place) for place, (each, held) in enumerate(pairs))
 
 

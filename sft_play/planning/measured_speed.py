@@ -17,17 +17,13 @@ from pydantic import TypeAdapter
 
 from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
+from sft_play.parts import Activations, Sharing, flat
 from sft_play.plan import EARLIER, PROFILED, Clock, Plan
 from sft_play.planning.profile import DeviceProfile
 from sft_play.sizing.corrections import record_path
 
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
 HALF_LIFE_S = 7 * 24 * 3600.0  # a comparison of plans then counts half, and they may be timed again
-# What a plan chooses, besides the micro-batch; the speeds of all its choices are kept together.
-CHOICES: dict[str, Any] = {
-    "engine": "", "replicas": 1, "offload": "none", "defers_exchange": False, "sequence_ranks": 1,
-    "reshard_after_forward": True, "activations": "keep", "kept_layers": 0, "mlp_tiles": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class Timing:
         predicted = plan.profile_seconds
         return cls(
             choices=_choices_of(plan),
-            micro_batch_tokens=plan.micro_batch_tokens,
+            micro_batch_tokens=plan.rows.most_tokens,
             seconds_per_token=seconds_per_token,
             ratio=step_seconds / predicted if step_seconds and predicted else None,
         )
@@ -61,8 +57,8 @@ class Timing:
 
 
 def _choices_of(plan: Plan) -> str:
-    known = vars(plan) | {"kept_layers": min(plan.kept_layers, 1)}
-    return " ".join(str(known[name]) for name in CHOICES)
+    """What a plan chooses, besides the micro-batch; the speeds of all its choices are kept together."""
+    return " ".join(map(str, [*flat(plan.sharing).values(), *flat(plan.activations.kind).values()]))
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class MeasuredSpeed:
 
     def rival(self, plan: Plan) -> Timing | None:
         """What the plan took when it was timed beside others."""
-        return _find(self.rivals, _choices_of(plan), plan.micro_batch_tokens)
+        return _find(self.rivals, _choices_of(plan), plan.rows.most_tokens)
 
     def timed_lately(self, plan: Plan, now: float) -> bool:
         """Whether the plan was predicted and timed beside others less than a half-life ago."""
@@ -96,7 +92,7 @@ class MeasuredSpeed:
             return known.seconds_per_token * tokens if known else None
         if self.latest is None or self.ratio is None:
             return predicted
-        ours = self._deviation(_choices_of(plan), plan.micro_batch_tokens)
+        ours = self._deviation(_choices_of(plan), plan.rows.most_tokens)
         latest = self._deviation(self.latest.choices, self.latest.micro_batch_tokens)
         return predicted * self.ratio * ours / latest
 
@@ -111,7 +107,7 @@ class MeasuredSpeed:
 
     def _measured(self, plan: Plan) -> Timing | None:
         latest = [self.latest] if self.latest else []
-        return _find([*self.rivals, *latest], _choices_of(plan), plan.micro_batch_tokens)
+        return _find([*self.rivals, *latest], _choices_of(plan), plan.rows.most_tokens)
 
     def _deviation(self, choices: str, tokens: int) -> float:
         """The ratio of a plan that was timed beside others, over their mean; 1 for all other plans."""
@@ -166,8 +162,10 @@ def speed_path(
     architecture: str, device: str, config: RunConfig, plan: Plan, profile: DeviceProfile | None
 ) -> Path:
     """Where the speeds of a run's plans are kept, in proportion to what this profile predicts."""
-    whatever = record_path(architecture, device, config, replace(plan, **CHOICES))
-    return entry("speeds", whatever.name, profile and profile.to_json())
+    sharing = Sharing(engine="", world_size=plan.sharing.world_size, machines=plan.sharing.machines)
+    whatever = replace(plan, sharing=sharing, activations=Activations())
+    path = record_path(architecture, device, config, whatever)
+    return entry("speeds", path.name, profile and profile.to_json())
 
 
 def read_speed(path: Path, now: Callable[[], float] = time.time) -> MeasuredSpeed:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sft_play.errors import UntraceableModel
+from sft_play.parts import Activations
 from sft_play.plan import Memory, Plan
 
 MemoryOf = Callable[[Plan], Memory]
@@ -37,7 +38,7 @@ def mixes(
         by: after each that is found, the next one must be below this share of its seconds.
     """
     found: list[Plan] = []
-    kept = [(plan, seconds_of(replace(plan, activations="keep"))) for plan in recomputing]
+    kept = [(plan, seconds_of(replace(plan, activations=Activations()))) for plan in recomputing]
     known = [(plan, seconds) for plan, seconds in kept if seconds is not None]
     for plan, least in sorted(known, key=lambda pair: pair[1]):
         if least >= below:
@@ -54,11 +55,15 @@ def mixes(
     return found
 
 
+def _keeping(plan: Plan, count: int) -> Plan:
+    return replace(plan, activations=replace(plan.activations, kept_layers=count))
+
+
 def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: float) -> int:
     """How many layers have to keep their activations for the step to take less than so many seconds."""
 
     def is_worth_it(count: int) -> bool:
-        return (seconds_of(replace(plan, kept_layers=count)) or 0) < below
+        return (seconds_of(_keeping(plan, count)) or 0) < below
 
     counts = range(1, layers)
     return counts.start + bisect_left(counts, True, key=is_worth_it)
@@ -72,16 +77,16 @@ def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -
     """
     assert plan.memory
     tried, fits, misfits = [plan], plan, layers
-    while left := range(max(fits.kept_layers + 1, fewest), misfits):
+    while left := range(max(fits.activations.kept_layers + 1, fewest), misfits):
         guess = _guess(plan.memory, tried[-1]) if len(tried) in (2, 3) else left[len(left) // 2]
         count = min(max(guess, left[0]), left[-1])
-        mixed = replace(plan, kept_layers=count)
+        mixed = _keeping(plan, count)
         tried.append(replace(mixed, memory=memory_of(mixed)))
         if _fits(tried[-1]):
             fits = tried[-1]
         else:
             misfits = count
-    return fits if fits.kept_layers else None
+    return fits if fits.activations.kept_layers else None
 
 
 def _guess(without: Memory, tried: Plan) -> int:
@@ -89,7 +94,7 @@ def _guess(without: Memory, tried: Plan) -> int:
     assert tried.memory
     more = tried.memory.process_bytes - without.process_bytes
     free = without.budget_bytes - without.process_bytes
-    return free * tried.kept_layers // max(more, 1)
+    return free * tried.activations.kept_layers // max(more, 1)
 
 
 def _fits(plan: Plan) -> bool:

@@ -50,7 +50,7 @@ def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int |
     config = request.config
 
     def saves_most(draft: Plan) -> bool:
-        return draft.recomputes or config.train.asked_activations == "keep"
+        return draft.activations.recomputes or config.train.asked_activations == "keep"
 
     @cache
     def fits(count: int) -> bool:
@@ -109,34 +109,34 @@ def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
-        reference = reference or plan.effective_batch_size
-        collectives = collectives_of(machine, world, plan.replicas)
+        reference = reference or plan.batch.effective
+        collectives = collectives_of(machine, world, plan.sharing.replicas)
         exchanged = alone = whole = None
         with suppress(UntraceableModel):
             work = work_of_request(run)(config, plan, mean_micro_batch(run.facts, plan).tokens)
-            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
-            exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
+            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.sharing.replicas)
+            exchanged += sent_bytes(sequence_messages(work, plan), plan.sharing.sequence_ranks)
             alone = plan_clock(run, link=False)(config, plan)
             if world == 1 or collectives:
                 whole = plan_clock(run)(config, plan)
-        alone, whole = (seconds and seconds / plan.effective_batch_size for seconds in (alone, whole))
+        alone, whole = (seconds and seconds / plan.batch.effective for seconds in (alone, whole))
         base = base or whole or alone
         rows.append(
             {
                 "world_size": world,
-                "engine": plan.engine,
-                "micro_batch_size": plan.micro_batch_size,
-                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-                "effective_batch_size": plan.effective_batch_size,
-                "steps_per_epoch": plan.steps_per_epoch,
-                "learning_rate": plan.learning_rate,
-                "learning_rates": learning_rates(config.train, plan.effective_batch_size, reference),
+                "engine": plan.sharing.engine,
+                "micro_batch_size": plan.batch.micro,
+                "gradient_accumulation_steps": plan.batch.accumulation,
+                "effective_batch_size": plan.batch.effective,
+                "steps_per_epoch": plan.schedule.steps_per_epoch,
+                "learning_rate": plan.schedule.learning_rate,
+                "learning_rates": learning_rates(config.train, plan.batch.effective, reference),
                 "lr_scaling": config.train.lr_scaling,
                 "reference_batch_size": reference,
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "links": links_of(machine, world, plan.replicas),
+                "links": links_of(machine, world, plan.sharing.replicas),
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
@@ -157,7 +157,7 @@ def _plan_at_scale(request: Request) -> Plan:
 
 
 def _keeps_speed(draft: Plan) -> bool:
-    return not engine_of(draft.engine).trades_speed
+    return not engine_of(draft.sharing.engine).trades_speed
 
 
 def plans_by_gpu(
@@ -199,13 +199,13 @@ def plans_by_mode(
             continue
         plans[mode] = {
             "gpus": gpus,
-            "effective_batch_size": plan.effective_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "sequence_ranks": plan.sequence_ranks,
-            "gradient_checkpointing": plan.recomputes,
-            "engine": plan.engine,
+            "effective_batch_size": plan.batch.effective,
+            "micro_batch_size": plan.batch.micro,
+            "sequence_ranks": plan.sharing.sequence_ranks,
+            "gradient_checkpointing": plan.activations.recomputes,
+            "engine": plan.sharing.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(run.in_groups_of(plan.sequence_ranks), plan),
+            "least_bytes": _least_bytes(run.in_groups_of(plan.sharing.sequence_ranks), plan),
             "tokens_per_second": run.facts.tokens_per_second(plan),
             "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
         }
@@ -221,9 +221,10 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
         return None
 
     def smallest(draft: Plan) -> bool:
-        saves = draft.recomputes or request.config.train.gradient_checkpointing is False
-        same = (draft.engine, draft.offload) == (chosen.engine, chosen.offload)
-        return same and saves and draft.micro_batch_size == 1
+        saves = draft.activations.recomputes or request.config.train.gradient_checkpointing is False
+        ours, theirs = draft.sharing, chosen.sharing
+        same = (ours.engine, ours.offload) == (theirs.engine, theirs.offload)
+        return same and saves and draft.batch.micro == 1
 
     least = None
     with suppress(ConfigError, DoesNotFitError):
@@ -233,4 +234,5 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
 
 def gpu_hours(plan: Plan) -> float | None:
     """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
-    return plan.step_seconds and plan.step_seconds * plan.total_steps * plan.world_size / 3600
+    seconds = plan.step_seconds and plan.step_seconds * plan.schedule.total_steps
+    return seconds and seconds * plan.sharing.world_size / 3600

@@ -71,16 +71,16 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
     chosen = _fastest(found)
     if (
         found == [chosen]
-        and chosen.sequence_ranks == request.config.parallel.sequence_ranks
+        and chosen.sharing.sequence_ranks == request.config.parallel.sequence_ranks
         and not ruled_out
     ):
         return chosen
     slower = [
-        (plan.sequence_ranks, plan.step_seconds / chosen.step_seconds)
+        (plan.sharing.sequence_ranks, plan.step_seconds / chosen.step_seconds)
         for plan in found
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
-    reason = TokensDivided(chosen.sequence_ranks, tuple(slower), ruled_out)
+    reason = TokensDivided(chosen.sharing.sequence_ranks, tuple(slower), ruled_out)
     return replace(chosen, why=(*chosen.why, str(reason)))
 
 
@@ -107,7 +107,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             plan = speed_of(config, plan).labelled(plan, seconds(config, plan))
-            more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
+            more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.sharing.replicas)
             found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -186,9 +186,10 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     Of whole rows, recomputing them does not count: groups that would not have to are left out.
     """
     train, auto = config.train, config.train.asked_activations == "auto"
-    recomputes = plan.offloads_activations or (plan.recomputes and plan.sequence_ranks > 1)
-    in_ram = config.parallel.offload == "auto" and plan.offload != "none"
-    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.mlp_tiles > 1)
+    divided = plan.sharing.divides_tokens
+    recomputes = plan.offloads_activations or (plan.activations.recomputes and divided)
+    in_ram = config.parallel.offload == "auto" and plan.sharing.offload != "none"
+    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.activations.in_tiles)
 
 
 def _least_seconds(request: Request, accept: Accept) -> float | None:
@@ -199,6 +200,6 @@ def _least_seconds(request: Request, accept: Accept) -> float | None:
     """
     config = request.config
     drafts = [draft for draft in candidates(request) if accept(draft) and not _saves_memory(config, draft)]
-    whole = [draft for draft in drafts if not engine_of(draft.engine).shards_weights]
+    whole = [draft for draft in drafts if not engine_of(draft.sharing.engine).shards_weights]
     seconds = plan_clock(request)
     return min(filter(None, (seconds(config, draft) for draft in whole or drafts)), default=None)

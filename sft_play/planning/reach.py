@@ -19,13 +19,15 @@ def within_reach(
 
     Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
     """
-    here = [draft for draft in drafts if draft.offload == "none"]
+    here = [draft for draft in drafts if draft.sharing.offload == "none"]
     held = {id(draft): _weight_bytes(config, architecture, draft) for draft in here}
     least = min(held.values(), default=0)
     beyond = {key for key, size in held.items() if size > max(budget_bytes, least)}
     if not beyond:
         return list(drafts), []
-    names = dict.fromkeys(label_of(each.engine, each.replicas) for each in here if id(each) in beyond)
+    names = dict.fromkeys(
+        label_of(each.sharing.engine, each.sharing.replicas) for each in here if id(each) in beyond
+    )
     reason = WeightsAlone(", ".join(names), min(held[key] for key in beyond))
     return [draft for draft in drafts if id(draft) not in beyond], [reason]
 
@@ -36,4 +38,4 @@ def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> 
         size = architecture.modules.four_bit_bytes
     else:
         size = architecture.modules.weights * BYTES_PER_ELEMENT[StepSpec.of(config, plan).dtype]
-    return size // plan.shards if engine_of(plan.engine).shards_weights else size
+    return size // plan.sharing.shards if engine_of(plan.sharing.engine).shards_weights else size

@@ -1,6 +1,7 @@
 """The plan of a run that goes on: the one with which it began, if it fits, so that sums are rounded alike."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,6 @@ from sft_play.plan import Plan
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.runlog import continued_run, read_json
-
-# What the order of sums and the kernels depend on.
-KEPT = (
-    "engine", "offload", "world_size", "machines", "replicas", "sequence_ranks", "micro_batch_size",
-    "gradient_accumulation_steps", "packing", "padding_free", "activations", "mlp_tiles", "attention",
-    "mixed_precision", "dtype", "device", "compute_capability",
-)  # fmt: skip
 
 
 def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
@@ -36,7 +30,8 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
 
     A plan with which memory has run out does not fit.
     """
-    again = request.in_groups_of(earlier.sequence_ranks).changed(_ways_of(earlier, request.config.parallel))
+    ways = _ways_of(earlier, request.config.parallel)
+    again = request.in_groups_of(earlier.sharing.sequence_ranks).changed(ways)
     try:
         plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
     except (DoesNotFitError, ConfigError):
@@ -45,14 +40,20 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
 
 
 def _kept(plan: Plan) -> list[Any]:
-    return [getattr(plan, name) for name in KEPT]
+    """What the order of sums and the kernels depend on."""
+    return [
+        replace(plan.sharing, defers_exchange=False, reshard_after_forward=True),
+        (plan.batch.micro, plan.batch.accumulation, plan.rows.packing, plan.rows.joined),
+        plan.activations.uniform,
+        (plan.precision, plan.attention, plan.device, plan.compute_capability),
+    ]
 
 
 def _ways_of(earlier: Plan, asked: ParallelConfig) -> dict[str, Any]:
     """The ways to send less that an earlier plan chose, where they are left to the plan."""
-    engine, found = engine_of(earlier.engine), dict[str, Any]()
+    engine, found = engine_of(earlier.sharing.engine), dict[str, Any]()
     if engine.can_keep_gathered and asked.reshard_after_forward == "auto":
-        found["parallel.reshard_after_forward"] = earlier.reshard_after_forward
+        found["parallel.reshard_after_forward"] = earlier.sharing.reshard_after_forward
     if engine.can_defer and asked.defer_exchange == "auto":
-        found["parallel.defer_exchange"] = earlier.defers_exchange
+        found["parallel.defer_exchange"] = earlier.sharing.defers_exchange
     return found

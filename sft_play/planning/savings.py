@@ -16,8 +16,8 @@ def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
     """What fp32 masters cost, or pure bf16 saves: the same plan in the other type is sized."""
     for changed_config, changed_plan in _other_dtype(config, plan):
         other = estimate(changed_config, changed_plan, complete=True)
-        masters, pure = (plan.memory, other) if plan.dtype == "float32" else (other, plan.memory)
-        dtype: Any = plan.dtype
+        masters, pure = (plan.memory, other) if plan.precision.dtype == "float32" else (other, plan.memory)
+        dtype: Any = plan.precision.dtype
         assert masters and pure
         if masters.host and pure.host:
             yield MasterWeights(dtype, masters.host.needed_bytes - pure.host.needed_bytes, "RAM")
@@ -30,10 +30,11 @@ def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[tuple[RunConfig, Pla
 
     An engine that casts the model keeps fp32 masters of its own either way.
     """
-    bf16 = plan.device == "cpu" or plan.mixed_precision == "bf16"
-    if config.tuning.mode == "full" and bf16 and not engine_of(plan.engine).casts_model:
-        dtype = "bfloat16" if plan.dtype == "float32" else "float32"
-        yield config.changed({"model.dtype": dtype}), replace(plan, dtype=dtype)
+    bf16 = plan.device == "cpu" or plan.precision.autocast == "bf16"
+    if config.tuning.mode == "full" and bf16 and not engine_of(plan.sharing.engine).casts_model:
+        dtype = "bfloat16" if plan.precision.dtype == "float32" else "float32"
+        precision = replace(plan.precision, dtype=dtype)
+        yield config.changed({"model.dtype": dtype}), replace(plan, precision=precision)
 
 
 def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
@@ -41,7 +42,7 @@ def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
     folder = config.parallel.nvme_path
     if folder and plan.memory:
         kept = estimate(config.changed({"parallel.nvme_path": None}), plan, complete=True)
-        files = "AdamW's states" + " and weights" * engine_of(plan.engine).weights_on_disk
+        files = "AdamW's states" + " and weights" * engine_of(plan.sharing.engine).weights_on_disk
         yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
 
 

@@ -37,6 +37,7 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.parts import RECOMPUTED, flat
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
@@ -62,12 +63,15 @@ TIE = 0.01
 MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
-_engine = attrgetter("engine", "replicas", "offload")
-
-
-def _kind(plan: Plan) -> tuple[Any, ...]:
-    """Alike for plans that differ in the micro-batch, and in how many layers keep their activations."""
-    return (*_engine(plan), plan.activations, plan.mlp_tiles > 1)
+ENGINE = ("sharing.engine", "sharing.replicas", "sharing.offload")
+# alike for plans that differ in the micro-batch, and in how many layers keep their activations
+KIND = (*ENGINE, "activations.policy", "activations.in_tiles")
+_engine, _kind = attrgetter(*ENGINE), attrgetter(*KIND)
+# what the plans of a table are told apart by, besides their micro-batch
+_row_kind = attrgetter(*KIND, "activations.partly_kept")
+# what plans of different engines may have in common
+_split = attrgetter("batch.accumulation", "activations.policy")
+_recomputing = attrgetter("activations.recomputes")
 
 
 def choose_plan(
@@ -94,7 +98,7 @@ def choose_plan(
         DoesNotFitError: no draft fits; the message says by how much.
     """
     if estimate is None:
-        given = len({draft.micro_batch_size for draft in drafts}) == 1
+        given = len({draft.batch.micro for draft in drafts}) == 1
         return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
@@ -122,9 +126,9 @@ def choose_plan(
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
     chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, by=1 - TIE)
-    if explain and not any(plan.recomputes for plan in sized):
-        recomputing = [one for one in drafts if _recomputes(one, chosen) and one.activations == "recompute"]
-        sized += [replace(one, memory=memory_of(one)) for one in recomputing if one.mlp_tiles == 1]
+    if explain and not any(map(_recomputing, sized)):
+        recomputing = [one for one in drafts if one.activations == RECOMPUTED and _recomputes(one, chosen)]
+        sized += [replace(one, memory=memory_of(one)) for one in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = [*_reasons(config, chosen, sized, seconds_of, layers), *gathered]
     if explain:
@@ -134,8 +138,8 @@ def choose_plan(
 
 def _misfit(sized: list[Plan], explain: bool) -> str:
     """Why none of these plans fits."""
-    alike = [plan for plan in sized if plan.offload == sized[0].offload]
-    alike = [plan for plan in alike if plan.activations != "offload"] or alike  # the last resort
+    alike = [plan for plan in sized if plan.sharing.offload == sized[0].sharing.offload]
+    alike = [plan for plan in alike if plan.activations.policy != "offload"] or alike  # the last resort
     return misfit_text(min(alike, key=_needed), explain=explain)
 
 
@@ -161,7 +165,7 @@ def _size_all(
     for engine in dict.fromkeys(map(_engine, drafts)):
         best = _best_without_memory_limit(drafts, sized, seconds_of)
         of_engine = [draft for draft in drafts if _engine(draft) == engine]
-        if any(plan.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
+        if any(plan.sharing.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
             continue  # divided inside each machine, whose links are faster than a network
         if best is not None:
             alike = [draft for draft in of_engine if _split(draft) == _split(best)]
@@ -176,11 +180,11 @@ def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
     exhausted: set[str] = set()
     for draft in drafts:
         needless = any(_recomputes(draft, plan) for plan in _fitting(sized))
-        if draft.activations not in exhausted and not needless:
+        if draft.activations.policy not in exhausted and not needless:
             memory = memory_of(draft)
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
-                exhausted.add(draft.activations)
+                exhausted.add(draft.activations.policy)
     return sized
 
 
@@ -188,30 +192,20 @@ def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: Seco
     """Plans that may be faster, of the splits that fit only with their activations recomputed."""
     fitting = _fitting(sized)
     best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
-    recomputing = [plan for plan in fitting if plan.activations == "recompute" and plan.mlp_tiles == 1]
+    recomputing = [plan for plan in fitting if plan.activations == RECOMPUTED]
     needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
     return mixes(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
 
 
 def _recomputes(one: Plan, other: Plan) -> bool:
     """Whether they differ only in that `one` recomputes activations that the other keeps."""
-    alike = (*_engine(one), _size(one)) == (*_engine(other), _size(other))
-    return alike and _recomputed(one) > _recomputed(other)
-
-
-def _recomputed(plan: Plan) -> float:
-    """Grows with the layers that are recomputed."""
-    return 1 / (1 + plan.kept_layers) if plan.recomputes else 0.0
+    alike = (_engine(one), _size(one)) == (_engine(other), _size(other))
+    return alike and one.activations.saved > other.activations.saved
 
 
 def _size(plan: Plan) -> int:
     """Grows with the micro-batch."""
-    return -plan.gradient_accumulation_steps
-
-
-def _split(plan: Plan) -> tuple[int, str]:
-    """What plans of different engines may have in common."""
-    return plan.gradient_accumulation_steps, plan.activations
+    return -plan.batch.accumulation
 
 
 def _best_without_memory_limit(drafts: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> Plan | None:
@@ -222,7 +216,7 @@ def _best_without_memory_limit(drafts: list[Plan], sized: list[Plan], seconds_of
     best, seconds = _pick_fastest(fitting, seconds_of)
     larger_is_slower = any(_size(plan) > _size(best) for plan in fitting)
     largest = _size(best) == max(map(_size, drafts))
-    could_keep = best.recomputes and not all(draft.recomputes for draft in drafts)
+    could_keep = _recomputing(best) and not all(map(_recomputing, drafts))
     return best if seconds and (larger_is_slower or largest) and not could_keep else None
 
 
@@ -244,13 +238,17 @@ def _pick_fastest(fitting: list[Plan], seconds_of: SecondsOf) -> tuple[Plan, flo
     return min(tied, key=lambda pair: (_divides(pair[0]), -_size(pair[0]), pair[1]))
 
 
+def _label(plan: Plan) -> str:
+    return engine_of(plan.sharing.engine).label
+
+
 def _divides(plan: Plan) -> bool:
-    return engine_of(plan.engine).shards_weights
+    return engine_of(plan.sharing.engine).shards_weights
 
 
 def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
-    others = [_split(other) for other in fitting if not engine_of(other.engine).trades_speed]
-    return engine_of(plan.engine).trades_speed and _split(plan) in others
+    others = [_split(other) for other in fitting if not engine_of(other.sharing.engine).trades_speed]
+    return engine_of(plan.sharing.engine).trades_speed and _split(plan) in others
 
 
 def _reasons(
@@ -263,47 +261,50 @@ def _reasons(
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting, layers),
         *why_tiled(config.train, chosen),
-        *([_why_engine(config, chosen, fitting, seconds_of)] if chosen.world_size > 1 else []),
+        *([_why_engine(config, chosen, fitting, seconds_of)] if chosen.sharing.world_size > 1 else []),
         *_why_offloaded(config, chosen),
     ]
 
 
 def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> MicroBatch:
     """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
-    reason = MicroBatch(size=chosen.micro_batch_size, timed=bool(seconds))
+    reason = MicroBatch(size=chosen.batch.micro, timed=bool(seconds))
     larger = [plan for plan in sized if _size(plan) > _size(chosen)]
     alike = [plan for plan in larger if _kind(plan) == _kind(chosen)]
     if fitting := _fitting(alike):
-        return replace(reason, fits=max(plan.micro_batch_size for plan in fitting))
-    if chosen.gradient_accumulation_steps == 1:
+        return replace(reason, fits=max(plan.batch.micro for plan in fitting))
+    if chosen.batch.accumulation == 1:
         return replace(reason, whole_step=True)
     if alike:
-        following = min(alike, key=lambda plan: plan.micro_batch_size)
+        following = min(alike, key=lambda plan: plan.batch.micro)
         ran_out = following.memory is not None and following.memory.ran_out
-        reason = replace(reason, misfit=following.micro_batch_size, ran_out=ran_out)
+        reason = replace(reason, misfit=following.batch.micro, ran_out=ran_out)
     if fitting := _fitting(larger):
-        other = max(fitting, key=lambda plan: plan.micro_batch_size)
+        other = max(fitting, key=lambda plan: plan.batch.micro)
+        policy = other.activations.policy
         kind = OtherKind(
-            size=other.micro_batch_size,
-            engine=engine_of(other.engine).label if other.engine != chosen.engine else None,
-            activations=other.activations if other.activations != chosen.activations else None,
+            size=other.batch.micro,
+            engine=None if other.sharing.engine == chosen.sharing.engine else _label(other),
+            activations=None if policy == chosen.activations.policy else policy,
         )
         reason = replace(reason, other=kind)
     return reason
 
 
 def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers: int) -> Activations:
-    if chosen.activations == "offload":
-        cause: Any = "exceed" if config.train.asked_activations == "auto" else "config"
+    way, asked = chosen.activations, config.train.asked_activations
+    if way.policy == "offload":
+        cause: Any = "exceed" if asked == "auto" else "config"
         host = chosen.memory.host if chosen.memory else None
         return Activations("offload", cause, device=chosen.device, host=host)
-    if config.train.asked_activations != "auto":
-        return Activations(chosen.activations, "config")
-    if chosen.kept_layers:
-        return Activations(chosen.activations, "exceed", kept_layers=chosen.kept_layers, layers=layers)
-    if not chosen.recomputes:
+    if asked != "auto":
+        return Activations(way.policy, "config")
+    if way.kept_layers:
+        return Activations(way.policy, "exceed", kept_layers=way.kept_layers, layers=layers)
+    if not way.recomputes:
         return Activations("keep", "fit")
-    return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
+    needed = all(map(_recomputing, fitting))
+    return Activations("recompute", "exceed" if needed else "faster")
 
 
 def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
@@ -311,35 +312,43 @@ def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of
 
     What divides weights is compared with the first one, which divides least.
     """
-    engine = engine_of(chosen.engine)
+    engine = engine_of(chosen.sharing.engine)
     reason = EngineChoice(
         engine=engine.label,
         principle=engine.principle,
         trades_speed=engine.trades_speed,
-        world_size=chosen.world_size,
-        replicas=chosen.replicas,
-        exchanges_once=chosen.defers_exchange,
+        world_size=chosen.sharing.world_size,
+        replicas=chosen.sharing.replicas,
+        exchanges_once=chosen.sharing.defers_exchange,
     )
-    others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
+    others = [
+        plan
+        for plan in fitting
+        if plan.sharing.engine != chosen.sharing.engine and _split(plan) == _split(chosen)
+    ]
     if not others:
         free = config.parallel.engine == "auto"
-        alone = _divides(chosen) and free and all(plan.engine == chosen.engine for plan in fitting)
+        alone = (
+            _divides(chosen)
+            and free
+            and all(plan.sharing.engine == chosen.sharing.engine for plan in fitting)
+        )
         return replace(reason, alone=alone)
     other = others[0] if _divides(chosen) else min(others, key=_needed)
     more = _needed(other) - _needed(chosen)
     ours, theirs = seconds_of(chosen), seconds_of(other)
     slower = theirs / ours if ours and theirs and theirs > ours * (1 + TIE) else None
-    return replace(reason, other=engine_of(other.engine).label, more_bytes=more, slower=slower)
+    return replace(reason, other=_label(other), more_bytes=more, slower=slower)
 
 
 def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
-    if chosen.offload == "none":
+    if chosen.sharing.offload == "none":
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
     host = chosen.memory.host if chosen.memory else None
-    reason = Offload(chosen.device, engine_of(chosen.engine).label, cause, host)
+    reason = Offload(chosen.device, _label(chosen), cause, host)
     if config.parallel.nvme_path:
-        on_disk = engine_of(chosen.engine).weights_on_disk
+        on_disk = engine_of(chosen.sharing.engine).weights_on_disk
         return [replace(reason, held="gradients" if on_disk else "weights and gradients")]
     return [reason]
 
@@ -360,15 +369,13 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
         if speed and _recomputes(plan, chosen):  # a measured time beside a predicted one may say otherwise
             speed = min(speed, 1.0)
         row = {
-            "micro_batch_size": plan.micro_batch_size,
-            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "gradient_checkpointing": plan.recomputes,
-            "activations": plan.activations,
-            "kept_layers": plan.kept_layers,
-            "mlp_tiles": plan.mlp_tiles,
-            "engine": plan.engine,
-            "replicas": plan.replicas,
-            "offload": plan.offload,
+            "micro_batch_size": plan.batch.micro,
+            "gradient_accumulation_steps": plan.batch.accumulation,
+            "gradient_checkpointing": plan.activations.recomputes,
+            **flat(plan.activations),
+            "engine": plan.sharing.engine,
+            "replicas": plan.sharing.replicas,
+            "offload": plan.sharing.offload,
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,
             "fits": plan.memory.fits,
@@ -380,11 +387,6 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
     for kind, found in kinds.items():
         rows += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
     return tuple(sorted(rows, key=_preference))
-
-
-def _row_kind(plan: Plan) -> tuple[Any, ...]:
-    """What the plans of a table are told apart by, besides their micro-batch."""
-    return (*_kind(plan), plan.kept_layers > 0)
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:

@@ -38,7 +38,7 @@ def at_worst(seconds_of: SecondsOf) -> SecondsOf:
 
     def seconds(plan: Plan) -> float | None:
         predicted = seconds_of(plan)
-        divides = engine_of(plan.engine).shards_weights
+        divides = engine_of(plan.sharing.engine).shards_weights
         return predicted * LONGER[plan.device] if predicted and divides else predicted
 
     return seconds
@@ -67,14 +67,15 @@ def with_less_sent(
 
     def least(plan: Plan) -> float:
         may_keep = (
-            config.parallel.reshard_after_forward == "auto" and engine_of(plan.engine).can_keep_gathered
+            config.parallel.reshard_after_forward == "auto"
+            and engine_of(plan.sharing.engine).can_keep_gathered
         )
-        frees = plan.reshard_after_forward and (not may_keep or _exceeds(config, plan))
+        frees = plan.sharing.reshard_after_forward and (not may_keep or _exceeds(config, plan))
         waits = max(_waits(config, plan))
-        return seconds_of(replace(plan, reshard_after_forward=frees, defers_exchange=waits)) or inf
+        return seconds_of(_sending(plan, frees, waits)) or inf
 
     chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, by=by)
-    divided = [plan for plan in others if engine_of(plan.engine).shards_weights]
+    divided = [plan for plan in others if engine_of(plan.sharing.engine).shards_weights]
     for rival in sorted(divided, key=least):
         if not (seconds := seconds_of(chosen)) or least(rival) >= by * seconds:
             break
@@ -85,42 +86,44 @@ def with_less_sent(
     return chosen, why
 
 
+def _sending(plan: Plan, frees: bool, waits: bool) -> Plan:
+    sharing = replace(plan.sharing, reshard_after_forward=frees, defers_exchange=waits)
+    return replace(plan, sharing=sharing)
+
+
 def _waits(config: RunConfig, plan: Plan) -> tuple[bool, ...]:
     """Whether gradients wait for the last micro-batch of a step: as the config says, or both."""
     if config.parallel.defer_exchange != "auto" or not _may_wait(plan):
-        return (plan.defers_exchange,)
+        return (plan.sharing.defers_exchange,)
     return True, False
 
 
 def _may_wait(plan: Plan) -> bool:
     """Whether its gradients can wait for the last micro-batch, and might fit, being whole until then."""
-    several = plan.gradient_accumulation_steps > 1 and plan.offload == "none"
-    if not (several and engine_of(plan.engine).can_defer and plan.memory):
+    several = plan.batch.accumulation > 1 and plan.sharing.offload == "none"
+    if not (several and engine_of(plan.sharing.engine).can_defer and plan.memory):
         return False
     own = plan.memory.phase_terms.get("optimizer", {}).get("gradients", 0)
-    whole = own * min(plan.shards, MOST_SHARDS) / (2 if _casts(plan) else 1)
+    whole = own * min(plan.sharing.shards, MOST_SHARDS) / (2 if _casts(plan) else 1)
     return whole <= plan.memory.budget_bytes
 
 
 def _casts(plan: Plan) -> bool:
     """Whether weights are gathered, and have gradients, in half the bytes in which it keeps them."""
-    return plan.dtype == "float32" and plan.mixed_precision != "no"
+    return plan.precision.dtype == "float32" and plan.precision.autocast != "no"
 
 
 def _in_the_fastest_way(
     config: RunConfig, plan: Plan, estimate: Estimator, seconds_of: SecondsOf, *, by: float
 ) -> tuple[Plan, list[Reason]]:
     """As `with_less_sent`, of one plan."""
-    engine, asked = engine_of(plan.engine), config.parallel.reshard_after_forward
-    freed = [plan.reshard_after_forward]
-    why = GatheredWeights("freed" if plan.reshard_after_forward else "kept")
+    engine, asked = engine_of(plan.sharing.engine), config.parallel.reshard_after_forward
+    freed = [plan.sharing.reshard_after_forward]
+    why = GatheredWeights("freed" if plan.sharing.reshard_after_forward else "kept")
     if engine.can_keep_gathered and asked == "auto":
         why = _gain(config, plan, seconds_of, by)
         freed = [False, True] if why.cause == "faster" else [True]
-    ways = [
-        replace(plan, reshard_after_forward=frees, defers_exchange=wait)
-        for frees, wait in product(freed, _waits(config, plan))
-    ]
+    ways = [_sending(plan, frees, wait) for frees, wait in product(freed, _waits(config, plan))]
     for way in sorted(ways, key=lambda way: seconds_of(way) or 0.0):
         if way == plan:
             break
@@ -128,7 +131,7 @@ def _in_the_fastest_way(
         if memory.fits:
             plan = replace(way, memory=memory)
             break
-    if why.cause == "faster" and plan.reshard_after_forward:
+    if why.cause == "faster" and plan.sharing.reshard_after_forward:
         why = GatheredWeights("exceed")
     return plan, [why] if engine.can_keep_gathered else []
 
@@ -137,7 +140,7 @@ def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> Ga
     """What it would gain to keep weights gathered: "faster", if it does not exceed the budget."""
     if _exceeds(config, plan):
         return GatheredWeights("exceed")
-    freed, kept = seconds_of(plan), seconds_of(replace(plan, reshard_after_forward=False))
+    freed, kept = seconds_of(plan), seconds_of(_sending(plan, False, plan.sharing.defers_exchange))
     if freed is None or kept is None:
         return GatheredWeights("unknown")
     return GatheredWeights("faster", 1 - kept / freed) if kept < by * freed else GatheredWeights("tie")
@@ -148,7 +151,7 @@ def _exceeds(config: RunConfig, plan: Plan) -> bool:
 
     The least that it takes is counted: shards as they are gathered, and what is there then anyway.
     """
-    memory, shards = plan.memory, min(plan.shards, MOST_SHARDS)
+    memory, shards = plan.memory, min(plan.sharing.shards, MOST_SHARDS)
     assert memory
     terms = memory.phase_terms.get("forward", {})
     held = sum(terms.get(name, 0) for name in ("weights", "adapters"))

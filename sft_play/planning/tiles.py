@@ -33,9 +33,10 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
     """
     found = []
     for draft in drafts:
-        most = min(MOST, draft.micro_batch_tokens // draft.sequence_ranks // TILE_TOKENS)
+        most = min(MOST, draft.rows.most_tokens // draft.sharing.sequence_ranks // TILE_TOKENS)
         counts = (1, most) if train.mlp_tiles == "auto" else (train.mlp_tiles,)
-        found += [replace(draft, mlp_tiles=count) for count in (counts if draft.recomputes else (1,))]
+        for count in counts if draft.activations.recomputes else (1,):
+            found.append(replace(draft, activations=replace(draft.activations, mlp_tiles=count)))
     return found
 
 
@@ -46,11 +47,13 @@ def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
         memory.process_bytes - sum(memory.terms.get(term, 0) for term in SAVED) < memory.budget_bytes
         for memory in memories
     )
-    return [draft for draft in drafts if draft.mlp_tiles == 1 or could_fit or not sized]
+    return [draft for draft in drafts if draft.activations.mlp_tiles == 1 or could_fit or not sized]
 
 
 def why_tiled(train: TrainConfig, plan: Plan) -> list[Tiles]:
     """What is said of a plan whose MLPs compute in tiles."""
-    if plan.mlp_tiles == 1:
+    if plan.activations.mlp_tiles == 1:
         return []
-    return [Tiles(plan.mlp_tiles, plan.mlp_tile, "exceed" if train.mlp_tiles == "auto" else "config")]
+    return [
+        Tiles(plan.activations.mlp_tiles, plan.mlp_tile, "exceed" if train.mlp_tiles == "auto" else "config")
+    ]

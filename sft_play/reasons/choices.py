@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from sft_play.parts import SAID
 from sft_play.plan import HostMemory, Plan
 from sft_play.reasons.reason import Reason
 from sft_play.units import counted, format_bytes
 
-ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "recomputed from inputs in RAM"}
 CAUSES = {"config": "as set in the config", "exceed": "since nothing else fits"}
 
 
@@ -18,11 +18,11 @@ class EffectiveBatch(Reason):
 
     def __str__(self) -> str:
         plan = self.plan
-        words = "tokens" if plan.packing else "sequences"
-        ranks = ranks_text(plan.world_size, plan.sequence_ranks)
+        words = "tokens" if plan.rows.packing else "sequences"
+        ranks = ranks_text(plan.sharing.world_size, plan.sharing.sequence_ranks)
         return (
-            f"effective batch {plan.effective_batch_size:,} {words} = micro-batch "
-            f"{plan.micro_batch_size:,} x accumulation {plan.gradient_accumulation_steps} x {ranks}"
+            f"effective batch {plan.batch.effective:,} {words} = micro-batch "
+            f"{plan.batch.micro:,} x accumulation {plan.batch.accumulation} x {ranks}"
         )
 
 
@@ -39,10 +39,10 @@ class Dealing(Reason):
     plan: Plan
 
     def __str__(self) -> str:
-        tokens = f"at most {self.plan.micro_batch_tokens:,} tokens in a micro-batch"
-        if self.plan.sequence_ranks > 1:
-            tokens += f", divided among {self.plan.sequence_ranks} processes"
-        if self.plan.padding_free:
+        tokens = f"at most {self.plan.rows.most_tokens:,} tokens in a micro-batch"
+        if self.plan.sharing.divides_tokens:
+            tokens += f", divided among {self.plan.sharing.sequence_ranks} processes"
+        if self.plan.rows.joined:
             return f"{tokens}: rows joined end to end, none padded"
         return f"{tokens}: rows of similar length, padded to the longest"
 
@@ -58,7 +58,7 @@ class OtherKind:
     def __str__(self) -> str:
         """How a plan of this kind differs from the chosen one."""
         parts = [f"with {self.engine}"] if self.engine else []
-        parts += [f"with activations {ACTIVATIONS[self.activations]}"] if self.activations else []
+        parts += [f"with activations {SAID[self.activations]}"] if self.activations else []
         return " and ".join(parts)
 
 

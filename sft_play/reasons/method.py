@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from sft_play.choices.kernels import LAYERS
 from sft_play.reasons.reason import Reason
 from sft_play.units import counted, format_bytes
 
@@ -216,20 +217,18 @@ class CompiledLayers(Reason):
 
 
 class LayerKernels(Reason):
-    """What computes norms, rotary embeddings and gated layers on a GPU."""
+    """Other kernels that compute modules of the layers on a GPU."""
 
-    kernels: Literal["off", "liger"]
+    kernels: Literal[tuple(LAYERS)]  # type: ignore[valid-type]
+    on: bool
     modules: int
-    saved_bytes: int  # of a process: what Liger's take less than ours, with the same micro-batch
+    saved_bytes: int  # of a process: what they take less than ours, with the same micro-batch
 
     def __str__(self) -> str:
-        saved = format_bytes(self.saved_bytes)
-        if self.kernels == "off":
+        saved, row = format_bytes(self.saved_bytes), LAYERS[self.kernels]
+        if not self.on:
             return (
-                "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger "
-                f"takes {saved} less at the same micro-batch"
+                f"{row.label} are off, since no proof on a GPU has seen them win yet; {row.setting} takes "
+                f"{saved} less at the same micro-batch"
             )
-        return (
-            f"Liger's kernels compute {self.modules} norms, rotary embeddings and gated layers, which takes "
-            f"{saved} less than ours"
-        )
+        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} less than ours"

@@ -1,7 +1,7 @@
 """The model card of trained weights: a README.md with the hub's metadata, from config, summary and scores."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from sft_play.files import storing, write_atomic
 from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
-from sft_play.report.tables import MISSING, formatted, metric_rows, run_values, with_perplexity
+from sft_play.report.table import Table, markdown
+from sft_play.report.tables import MISSING, formatted, metric_table, run_values, with_perplexity
 from sft_play.runlog import RunDir, read_json
 from sft_play.spelling import as_typed
 from sft_play.units import format_duration
@@ -77,8 +78,8 @@ def model_card(
         "Use": _usage(config, is_adapter, summary.get("model_class"), summary.get("stop_tokens") or {}),
         "Scores on held-out rows": _scores(summary, evaluations or {}),
         "Data": _data(summary.get("data") or {}),
-        "Settings": _table(("setting", "value"), _settings(config)),
-        "Measured": _table(("", ""), measured),
+        "Settings": markdown(Table(("setting", "value"), _settings(config))),
+        "Measured": markdown(Table(("", ""), measured)),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     blocks = [
@@ -184,7 +185,7 @@ def _scores(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, A
     both = {when: with_perplexity(scores.get(when) or {}) for when in ("before", "after")}
     parts = []
     for split, columns in {"": both, **evaluations}.items():
-        if table := _table(("metric", *columns), metric_rows(columns)):
+        if table := markdown(metric_table(columns)):
             parts += [f"{as_typed('`make eval`')} on the {split} split:", table] if split else [table]
     return "\n\n".join(parts)
 
@@ -195,7 +196,7 @@ def _data(data: Mapping[str, Any]) -> str:
         if counts := data.get(split):
             numbers = (counts["rows"], counts["tokens"], counts["supervised_tokens"])
             rows.append((split, *(f"{number:,}" for number in numbers)))
-    table = _table(("split", "rows", "tokens", "supervised tokens"), rows)
+    table = markdown(Table(("split", "rows", "tokens", "supervised tokens"), rows))
     return f"{table}\n\nFingerprint of the tokenized rows: `{data['fingerprint']}`" if table else ""
 
 
@@ -219,13 +220,3 @@ def _settings(config: RunConfig) -> list[tuple[str, str]]:
         ("loss on", SUPERVISED[config.data.supervise]),
         ("seed", str(train.seed)),
     ]
-
-
-def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table in Markdown; empty without rows."""
-    lines = [_line(row) for row in rows]
-    return "\n".join([_line(names), _line(("---",) * len(names)), *lines]) if lines else ""
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

@@ -1,15 +1,14 @@
 """Three sections of a report: what was asked, what was chosen and why, and on which machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.resolved import Setting
-from sft_play.engines.registry import label_of
 from sft_play.report.card import public_name
-from sft_play.report.html import Block, Table, Text
-from sft_play.report.plan import way_of
-from sft_play.report.record import RunRecord, Tree
+from sft_play.report.html import Block, Text
+from sft_play.report.plan import candidates, candidates_table, engine_label, way_of
+from sft_play.report.record import RunRecord
+from sft_play.report.table import Table
 from sft_play.report.tables import MISSING, NOT_RECORDED, formatted
 from sft_play.units import counted, format_bytes
 
@@ -43,7 +42,7 @@ def shown(run: RunRecord, name: str) -> str:
     return public_name(value) if name in PATHS and isinstance(value, str) else _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):
@@ -74,9 +73,10 @@ def asked_blocks(run: RunRecord) -> Iterator[Block]:
         (others if setting.origin == "default" else given).append(row)
     head = ("setting", "value", "origin")
     if given:
-        yield Table("Settings that were given", head, given, numbers=False)
+        yield Table(head, given, "Settings that were given", left=range(3))
     if others:
-        yield Table(f"{len(others)} settings left at their default", head, others, False, folded=True)
+        caption = f"{len(others)} settings left at their default"
+        yield Table(head, others, caption, left=range(3), folded=True)
 
 
 def chosen_blocks(run: RunRecord) -> Iterator[Block]:
@@ -94,36 +94,12 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))
-    yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
+    yield Table(("setting", "asked", "chosen", "origin"), rows, "The plan", left=range(4))
     yield Text([str(reason) for reason in run.plan["why"]] or [NOT_RECORDED])
     if run.plan["alternatives"]:
-        yield alternatives_table(run.plan)
+        yield candidates_table(candidates(run.plan), plan)
     if said := run.summary.get("out_of_memory"):
         yield Text([str(line) for line in said], warning=True)
-
-
-def alternatives_table(tree: Mapping[str, Any]) -> Table:
-    """The other plans of `Plan.to_json()`, of which there is one."""
-    cells = [_alternative(plan) for plan in tree["alternatives"]]
-    return Table("Other plans", list(cells[0]), [list(row.values()) for row in cells])
-
-
-def engine_label(plan: Tree) -> str:
-    """How the processes of a plan share its work."""
-    return label_of(plan["engine"], plan.get("replicas", 1), plan.get("offload", "none"))
-
-
-def _alternative(plan: Tree) -> dict[str, str]:
-    """The texts of another plan, by the name of their column."""
-    needed = plan.get("process_bytes") or plan["peak_bytes"] or None
-    return {
-        "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
-        "activations": way_of(plan),
-        "engine": engine_label(plan),
-        "memory of a process": formatted(needed, format_bytes),
-        "fits": _text(plan["fits"]),
-        "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),
-    }
 
 
 def machine_line(run: RunRecord) -> str:
@@ -153,4 +129,4 @@ def environment_blocks(run: RunRecord) -> Iterator[Block]:
     for name, version in (found.get("versions") or run.summary.get("versions") or {}).items():
         rows.append((name.replace("_", "-"), str(version)))
     if rows:
-        yield Table("Machine and versions", ("", "value"), rows, numbers=False)
+        yield Table(("", "value"), rows, "Machine and versions", left=(0, 1))

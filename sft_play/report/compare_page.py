@@ -8,9 +8,10 @@ from rich.text import Text as ConsoleText
 
 from sft_play.report.choices import shown
 from sft_play.report.curves import curve_figures
-from sft_play.report.html import Block, Figures, Page, Section, Table, Text
+from sft_play.report.html import Block, Figures, Page, Section, Text
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import KeyNumber, key_numbers
+from sft_play.report.table import Table
 from sft_play.report.tables import MISSING, SPEED_UP
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
@@ -48,7 +49,7 @@ def _numbers(runs: Sequence[RunRecord]) -> Table:
         for entry in found[1:]:
             cells += [entry.text, _difference(found[0], entry)]
         rows.append((name, *cells))
-    return Table("Key numbers of each run", head, rows)
+    return Table(head, rows, "Key numbers of each run")
 
 
 def _difference(first: KeyNumber, other: KeyNumber) -> str:
@@ -78,7 +79,7 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
     if not rows:
         return Text(["All settings are the same."])
     head = ("setting", *(run.name for run in runs))
-    return Table("Settings that are not the same in all runs", head, rows, numbers=False)
+    return Table(head, rows, "Settings that are not the same in all runs", left=range(len(head)))
 
 
 def _scaling(runs: Sequence[RunRecord]) -> list[Block]:
@@ -108,7 +109,7 @@ def _speed_ups(measured: Sequence[tuple[int, float, str]]) -> list[Block]:
         rows.append((label, str(world), f"{speed:,.0f}", f"{gain:.2f}x", f"{gain * fewest / world:.0%}"))
     head = ("run", "processes", "tokens/s", SPEED_UP, "efficiency")
     note = f"Speed-up over {name}, of runs with the same model, method and data; other settings may differ."
-    return [Table("Measured speed by number of processes", head, rows), Text([note])]
+    return [Table(head, rows, "Measured speed by number of processes"), Text([note])]
 
 
 def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
-from sft_play.report.layout import bullets, columns
+from sft_play.report.layout import bullets
+from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import formatted
 from sft_play.ui.screen import Words
 from sft_play.units import GIB, counted, plural
@@ -22,13 +23,11 @@ def context_report(tree: Mapping[str, Any]) -> RenderableType:
     texts = [len(heads) - 1, len(heads)]
     if asked:
         heads, texts = [*heads, f"{asked:,}"], [*texts, len(heads) + 1]
-    table = columns(*heads, "engine", "tokens/s", "GiB", left=(0, *texts))
-    table.padding = (0, 2 - divided, 0, 0)
-    for row in tree["rows"]:
-        table.add_row(*_cells(row, asked, divided=divided))
+    rows = [_cells(row, asked, divided=divided) for row in tree["rows"]]
+    table = Table([*heads, "engine", "tokens/s", "GiB"], rows, left=(0, *texts))
     place = f"{tree['gpu']}" if tree["gpu"] else "this CPU"
     title = Text(f"{tree['model']} on {place}: the longest rows that fit", style="bold")
-    return Group(Words(title), table, bullets([*_notes(tree), *tree["why"]]))
+    return Group(Words(title), on_screen(table, gap=2 - divided), bullets([*_notes(tree), *tree["why"]]))
 
 
 def _unit(tree: Mapping[str, Any]) -> str:

@@ -5,12 +5,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from sft_play.files import storing, write_atomic
+from sft_play.report.table import Table
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
@@ -25,18 +25,6 @@ class Text:
     kind = "text"
     lines: Sequence[str]
     warning: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of texts; the first cell of each row is its header."""
-
-    kind = "table"
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: bool = True  # whether the cells after the first are aligned right
-    folded: bool = False  # shown after a click
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ class Page:
     facts: Sequence[tuple[str, str]] = ()  # name and value of what is said of it beside the status
 
 
-def render(page: Page, template: str = TEMPLATE, **more: Any) -> str:
+def render(page: Page, template: str = TEMPLATE, **more: object) -> str:
     """The page as HTML, with what else its template takes.
 
     Every text is escaped, and access tokens in it are masked.
@@ -115,7 +103,7 @@ def render(page: Page, template: str = TEMPLATE, **more: Any) -> str:
     return _environment().get_template(template).render(page=page, **more)
 
 
-def render_part(template: str, **values: Any) -> Markup:
+def render_part(template: str, **values: object) -> Markup:
     """A part of a page, made by a template of its own; masked and escaped as in `render`."""
     return Markup(_environment().get_template(template).render(**values))
 
@@ -136,7 +124,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _wrapped(cell: Any) -> Markup:
+def _wrapped(cell: object) -> Markup:
     """A text whose long names may be wrapped after each part; masked, as `finalize` leaves it alone.
 
     What a file has in the place of a text is shown as it is.

@@ -5,20 +5,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
+from sft_play.engines.registry import engine_of
+from sft_play.machine.catalogue import LARGEST_MACHINE
+from sft_play.plan import Plan
 from sft_play.spelling import as_typed
 from sft_play.ui.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
     from sft_play.config.schema import RunConfig
-
-EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
@@ -45,14 +44,6 @@ def subject(config: "RunConfig") -> str:
     return f"{what}, results in {config.output.dir}/{config.output.name}"
 
 
-def columns(*names: str, left: Sequence[int] = (0,)) -> Table:
-    """A table without rules: numbers on the right, and text on the left, in the columns `left`."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for index, name in enumerate(names):
-        table.add_column(name, justify="left" if index in left else "right")
-    return table
-
-
 def apart(*parts: RenderableType) -> RenderableType:
     """The parts with a blank line between them."""
     spaced: list[RenderableType] = []
@@ -66,22 +57,6 @@ def bullets(sentences: Iterable[str]) -> RenderableType:
     return Group(*(Words(f"  - {sentence}", hang=2) for sentence in sentences))
 
 
-class Bar:
-    """A share of a whole as a bar, of # on screens that have ASCII alone; narrower where there is no room."""
-
-    def __init__(self, share: float, width: int = 12) -> None:
-        self.share, self.width = min(1.0, max(0.0, share)), width
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(self.width, options.max_width)
-        whole, rest = divmod(round(self.share * width * len(EIGHTHS)), len(EIGHTHS))
-        full, part = ("#", "") if options.ascii_only else ("█", EIGHTHS[rest].strip())
-        yield Text((full * whole + part).ljust(width))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, self.width)
-
-
 def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType:
     """The last lines of a command: where its outputs are, and what to run next."""
     lines = []
@@ -92,7 +67,9 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
     return Group(NamedValues((name, str(path)) for name, path in places.items()), *lines)
 
 
-def make_command(target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: Any) -> str:
+def make_command(
+    target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: object
+) -> str:
     """The command of a `make` target for a config ("": none) and overrides, as typed, quoted for a shell.
 
     `settings` are further variables of make, which come first; those without a value are left out.
@@ -100,7 +77,7 @@ def make_command(target: str, config: str | Path = "", overrides: Sequence[str] 
     return as_typed(" ".join(["make", target, *make_settings(config, overrides, **settings)]))
 
 
-def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any) -> list[str]:
+def make_settings(config: str | Path, overrides: Sequence[str], **settings: object) -> list[str]:
     """The settings of a `make` command, quoted for a shell; arguments as in `make_command`."""
     words = {name: shlex.quote(str(value)) for name, value in settings.items() if value}
     words |= {"CONFIG": shlex.quote(str(config))} if config else {}
@@ -111,3 +88,15 @@ def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any)
 def _quoted(words: str) -> str:
     """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
     return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'
+
+
+def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
+    """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
+    sharing, engine = plan.sharing, engine_of(plan.sharing.engine)
+    offload = None if sharing.offload == "none" else sharing.offload
+    machines, rest = divmod(sharing.world_size, LARGEST_MACHINE)
+    if plan.device != "cpu" and machines > 1 and not rest:
+        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.sharing.engine, OFFLOAD=offload)
+        return make_command("train-slurm", config, overrides, **several)
+    processes = plan.sharing.world_size if engine.distributes else None
+    return make_command(engine.target, config, overrides, NGPU=processes, OFFLOAD=offload)

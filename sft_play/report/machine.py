@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sft_play.machine.gpus import Gpu, GpuProcess, Machine
-from sft_play.report.layout import columns
+from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import formatted
 from sft_play.ui.screen import Words
 from sft_play.units import counted, format_bytes
 
 
-def _or_na(value: Any) -> str:
+def _or_na(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "n/a" if value is None else str(value)
@@ -32,20 +32,20 @@ def _users(gpu: Gpu) -> str:
     return "; ".join(process_text(process) for process in gpu.processes) or "none"
 
 
+def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "n/a"
+    sizes = (formatted(size, format_bytes) for size in (gpu.free_bytes, gpu.total_bytes))
+    facts = map(_or_na, (gpu.bf16, gpu.fp16, gpu.link))
+    return str(gpu.index), gpu.name + (" (MIG)" if gpu.mig else ""), *sizes, capability, *facts
+
+
 def gpu_info_table(machine: Machine) -> RenderableType:
     """The output of `make gpu-info`."""
     host = machine.host
     parts: list[Any] = []
     if machine.gpus:
-        table = columns("", "GPU", "free", "of", "compute", "bf16", "fp16", "link", left=(0, 1, 7))
-        table.padding = (0, 2, 0, 0)
-        for gpu in machine.gpus:
-            capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "n/a"
-            sizes = (formatted(size, format_bytes) for size in (gpu.free_bytes, gpu.total_bytes))
-            facts = map(_or_na, (gpu.bf16, gpu.fp16, gpu.link))
-            table.add_row(
-                str(gpu.index), gpu.name + (" (MIG)" if gpu.mig else ""), *sizes, capability, *facts
-            )
+        head = ("", "GPU", "free", "of", "compute", "bf16", "fp16", "link")
+        table = on_screen(Table(head, [_gpu_row(gpu) for gpu in machine.gpus], left=(0, 1, 7)), gap=2)
         users = (f"processes on GPU {gpu.index}: {_users(gpu)}" for gpu in machine.gpus)
         parts += [table, *(Words(line, hang=2) for line in users)]
         parts.append(f"driver {_or_na(machine.driver)}, CUDA up to {_or_na(machine.cuda)}")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from sft_play.plan import HostMemory, Memory, Plan
-from sft_play.reasons.choices import ACTIVATIONS
 from sft_play.units import counted, format_bytes
 
 
@@ -13,10 +12,9 @@ def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     assert memory
     host = memory.host if memory.host and not memory.host.fits else None
     terms = host.terms if host else memory.terms
-    checkpointing = ", gradient checkpointing" if smallest.recomputes else ""
-    checkpointing += f", MLPs in {smallest.mlp_tiles} tiles" if smallest.mlp_tiles > 1 else ""
+    methods = "".join(f", {method}" for method in smallest.activations.methods)
     first = (
-        f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
+        f"this run does not fit: the smallest plan (micro-batch {smallest.batch.micro}{methods}) "
         f"{_excess(memory, host)}"
     )
     if not explain:
@@ -43,8 +41,7 @@ def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -
         ram = f" and {format_bytes(host.needed_bytes)} of RAM" if host else ""
         needs = f"{format_bytes(plan.memory.process_bytes)} a process{ram}"
         speed_text = f", {speed:,.0f} tokens/s" if speed else ""
-        how = "partly kept" if plan.kept_layers else ACTIVATIONS[plan.activations]
-        split = f"micro-batch {plan.micro_batch_size}, activations {how}"
+        split = f"micro-batch {plan.batch.micro}, activations {plan.activations.words}"
         lines += [f"  {command}", f"    {needs}, {split}{speed_text}"]
     return "\n".join(lines)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.methods import METHODS
-from sft_play.report.choices import alternatives_table, engine_label
-from sft_play.report.html import Block, Page, Section, Table, Text
-from sft_play.report.plan import gpus_legend, gpus_title, process_unit, table_of_gpus
+from sft_play.report.html import Block, Page, Section, Text
+from sft_play.report.plan import candidates, candidates_table, engine_label, gpus_legend, gpus_table
 from sft_play.report.record import RunRecord
+from sft_play.report.scaling import process_unit
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import formatted
 from sft_play.units import capitalized, counted, format_bytes, format_duration
@@ -66,7 +66,8 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
         Section("why", "Why", [Text(tree["why"])]),
     ]
     if tree["alternatives"]:
-        sections.insert(1, Section("others", "What else was possible", [alternatives_table(tree)]))
+        others = candidates_table(candidates(tree), plan)
+        sections.insert(1, Section("others", others.caption, [others]))
     if scaled := list(scaling_blocks(record)):
         sections.append(Section("scaling", "More of these GPUs", scaled))
     return Page(
@@ -81,8 +82,7 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
 
 def gpus_page(tree: Mapping[str, Any], asked: str) -> Page:
     """The page of a model on each common GPU; arguments as in `plan_page`."""
-    head, rows = table_of_gpus(tree)
-    blocks: list[Block] = [Table(gpus_title(tree), head, rows), Text([*gpus_legend(tree), *tree["why"]])]
-    said = f"{tree['model']} on {counted(len(rows), 'common GPU')}."
+    blocks: list[Block] = [gpus_table(tree), Text([*gpus_legend(tree), *tree["why"]])]
+    said = f"{tree['model']} on {counted(len(tree['cards']), 'common GPU')}."
     facts = [("the same in a shell", asked)]
     return Page(TITLE, INTRODUCTION, [Section("gpus", "Common GPUs", blocks)], status=said, facts=facts)

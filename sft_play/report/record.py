@@ -184,12 +184,12 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: _written(RunDir(path).plan), reverse=True)
 
 
-def tree_of(value: Any) -> Tree:
+def tree_of(value: object) -> Tree:
     """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def _sound(scores: Any) -> Tree:
+def _sound(scores: object) -> Tree:
     """The scores without those that are no numbers."""
     return {
         key: value

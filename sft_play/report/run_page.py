@@ -11,18 +11,19 @@ from sft_play.reasons.choices import ranks_text
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blocks, machine_line, shown
 from sft_play.report.curves import curve_figures, step_figure
-from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
+from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Text
 from sft_play.report.plots import histogram
 from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
+from sft_play.report.table import Table
 from sft_play.report.tables import (
     METRICS,
     MISSING,
     NOT_RECORDED,
     NOT_YET,
     formatted,
-    harness_rows,
-    metric_rows,
+    harness_table,
+    metric_table,
     said_of,
     step_line,
     step_seconds,
@@ -231,7 +232,7 @@ def _speed(run: RunRecord) -> Iterator[Block]:
         ("training time, without evaluation", formatted(summary.get("training_seconds"), format_duration)),
     ]
     known = [row for row in rows if row[1] != MISSING]
-    yield Table("Time", ("", "value"), known, numbers=False)
+    yield Table(("", "value"), known, "Time", left=(0, 1))
 
 
 def _data(run: RunRecord) -> Iterator[Block]:
@@ -242,7 +243,7 @@ def _data(run: RunRecord) -> Iterator[Block]:
         return
     rows = [_split_row(split, counts) for split, counts in splits.items()]
     head = ("split", "rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
-    yield Table("Tokenized rows; lengths in tokens", head, rows)
+    yield Table(head, rows, "Tokenized rows; lengths in tokens")
     if lengths := (splits.get("train") or {}).get("histogram"):
         plot = histogram("Histogram: rows of the train split by tokens", **lengths)
         caption = f"Bins of {counted(lengths['width'], 'token')}; {counted(splits['train']['rows'], 'row')}"
@@ -280,14 +281,13 @@ def _scores(run: RunRecord) -> Iterator[Block]:
     """The scores before and after training, of `make eval` and of `make eval-lm`."""
     columns = {"before": run.scores("before"), "after": run.scores("after"), **_evaluated(run)}
     columns = {name: scores for name, scores in columns.items() if scores}
-    if rows := metric_rows(columns):
-        yield Table("Held-out rows", ("metric", *columns), rows)
+    if (table := metric_table(columns, caption="Held-out rows")).rows:
+        yield table
         answered = {name: scores for name, scores in columns.items() if scores.get("answered_rows")}
         if answered:
             yield Text([_over(name, scores) for name, scores in answered.items()])
     if tasks := dict.fromkeys(task for found in run.harness.values() for task in found):
-        head = ("task", "metric", "rows", *run.harness)
-        yield Table("lm-eval, with the standard error", head, harness_rows(run.harness, tasks))
+        yield harness_table(run.harness, tasks)
 
 
 def _evaluated(run: RunRecord) -> dict[str, Tree]:

@@ -3,12 +3,13 @@
 import shlex
 from collections.abc import Iterator
 
-from sft_play.engines.registry import label_of
-from sft_play.report.html import Block, Figure, Figures, Legend, Table, Text
-from sft_play.report.plan import communication, process_unit, scaling_problems, speed_up, speed_up_notes
+from sft_play.report.html import Block, Figure, Figures, Legend, Text
+from sft_play.report.memory import phase_table
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
-from sft_play.report.tables import MISSING, SPEED_UP, formatted, memory_facts, said_of
+from sft_play.report.scaling import planned_rows, process_unit, scaling_notes, scaling_problems, scaling_table
+from sft_play.report.table import Table
+from sft_play.report.tables import memory_facts, said_of
 from sft_play.spelling import as_typed
 from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural
@@ -21,7 +22,7 @@ def memory_blocks(run: RunRecord) -> Iterator[Block]:
         return
     measured = (run.summary.get("probe") or {}).get("phases") or {}
     yield _figure(memory, measured)
-    yield _phase_table(memory, measured)
+    yield phase_table(memory, measured)
     if memory.get("phase_terms"):
         yield _term_table(memory["phase_terms"], said_of(memory.get("origin")))
     facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
@@ -77,18 +78,6 @@ def _stack(memory: Tree, phase: str, size: int) -> list[tuple[str, int, int]]:
     return [(name, TERMS.index(name), terms[name]) for name in TERMS if terms.get(name, 0) > 0]
 
 
-def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
-    rows = []
-    for name, size in memory["phases"].items():
-        found = measured.get(name)
-        difference = f"{100 * (found - size) / size:+z.1f}%" if found is not None and size else MISSING
-        compared = (formatted(found, format_bytes), difference) if measured else ()
-        rows.append((name, format_bytes(size), *compared, f"{size / memory['budget_bytes']:.1%}"))
-    compared = ("measured", "difference") if measured else ()
-    head = ("phase", said_of(memory.get("origin")), *compared, "of the budget")
-    return Table("Peak of each phase; the highest one counts", head, rows)
-
-
 def _term_table(by_phase: Tree, said: str) -> Table:
     """The terms of each phase, folded."""
     rows = []
@@ -96,7 +85,7 @@ def _term_table(by_phase: Tree, said: str) -> Table:
         sizes = [terms.get(term, 0) for terms in by_phase.values()]
         if any(sizes):
             rows.append((term, *map(format_bytes, sizes)))
-    return Table(f"What takes the memory of each phase, {said}", ("term", *by_phase), rows, folded=True)
+    return Table(("term", *by_phase), rows, f"What takes the memory of each phase, {said}", folded=True)
 
 
 def scaling_blocks(run: RunRecord) -> Iterator[Block]:
@@ -104,32 +93,11 @@ def scaling_blocks(run: RunRecord) -> Iterator[Block]:
 
     Of a run that is done and not planned for others yet: what does that.
     """
-    planned = [row for row in run.scaling if "problem" not in row]
     if not run.scaling and run.summary.get("status") == "done" and not run.activity:
         asked, unit = f"make report RUN={shlex.quote(run.name)}", process_unit(run.chosen["device"])
         yield Text([as_typed(f"`{asked}` plans the same run on other numbers of {plural(unit)}.")])
-    if not planned:
+    if not planned_rows(run.scaling):
         return
     unit = process_unit(run.chosen["device"])
-    cells = [list(_cells(row, unit).values()) for row in planned]
-    for row, texts in zip(planned, cells, strict=True):
-        texts[0] += "\u00a0(this\u00a0run)" if row["world_size"] == run.chosen["world_size"] else ""
-    caption = f"The same run on other numbers of {plural(unit)}, predicted"
-    yield Table(caption, list(_cells(planned[0], unit)), cells)
-    if notes := [*scaling_problems(run.scaling, unit), *speed_up_notes(planned, unit)]:
-        yield Text(notes)
-
-
-def _cells(row: Tree, unit: str) -> dict[str, str]:
-    """The texts of a row, by the name of their column."""
-    return {
-        plural(unit): str(row["world_size"]),
-        "micro-batch x accumulation": f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}",
-        "effective batch": f"{row['effective_batch_size']:,}",
-        "steps per epoch": f"{row['steps_per_epoch']:,}",
-        "learning rate": f"{row['learning_rate']:g}",
-        "engine": label_of(row["engine"]),
-        "memory": formatted(row["process_bytes"] or row["peak_bytes"], format_bytes),
-        "communication": communication(row),
-        SPEED_UP: speed_up(row),
-    }
+    yield scaling_table(run.scaling, unit, here=run.chosen["world_size"])
+    yield Text([*scaling_problems(run.scaling, unit), *scaling_notes(run.scaling, unit)])

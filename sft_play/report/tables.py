@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from sft_play.plan import EARLIER
 from sft_play.reasons.choices import ranks_text
-from sft_play.report.layout import apart, columns, ending
+from sft_play.report.layout import apart, ending
+from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
@@ -56,7 +56,7 @@ AMOUNTS: dict[str, tuple[str, Format]] = {
 }
 
 
-def formatted(value: Any, form: Format) -> str:
+def formatted(value: object, form: Format) -> str:
     """The text of a number; n/a if it is none, or none of its kind, such as an infinite number of bytes."""
     try:
         return form(value) if isinstance(value, int | float) else MISSING
@@ -64,14 +64,14 @@ def formatted(value: Any, form: Format) -> str:
         return MISSING
 
 
-def metric_rows(columns: Models) -> list[tuple[str, ...]]:
-    """The label of each metric that a column (name -> scores) has, and its value in each of them."""
+def metric_table(columns: Models, name: str = "metric", caption: str = "") -> Table:
+    """The metrics that a column (name -> scores) has, and their values; `name` is the head of the metrics."""
     rows = []
     for key, (label, form) in METRICS.items():
         found = [scores.get(key) for scores in columns.values()]
         if any(value is not None for value in found):
             rows.append((label, *(MISSING if value is None else form(value) for value in found)))
-    return rows
+    return Table((name, *columns), rows, caption)
 
 
 def perplexity(loss: float) -> float:
@@ -82,9 +82,11 @@ def perplexity(loss: float) -> float:
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """The result of `make eval`: the metrics of each model, and the rows that they were computed on."""
     models = result["models"]
-    table = columns("metric", *models)
-    for key, (label, form) in (METRICS | AMOUNTS).items():
-        table.add_row(label, *(formatted(scores.get(key), form) for scores in models.values()))
+    rows = [
+        (label, *(formatted(scores.get(key), form) for scores in models.values()))
+        for key, (label, form) in (METRICS | AMOUNTS).items()
+    ]
+    table = on_screen(Table(("metric", *models), rows))
     tokens = format_count(result["supervised_tokens"])
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
     title += Text(f"  the loss is over {tokens} supervised tokens", style="dim not bold")
@@ -117,15 +119,6 @@ def unfinished_note(result: Mapping[str, Any]) -> Text:
         f"{result['max_new_tokens']} tokens (eval.max_new_tokens)",
         style="yellow",
     )
-
-
-def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name: str = "metric") -> Table:
-    """All metrics before and after training; `name` is the header of the first column."""
-    table = columns(name, "before", "after")
-    table.columns[2].style = "bold"
-    for row in metric_rows({"before": before, "after": after}):
-        table.add_row(*row)
-    return table
 
 
 def shorten(text: str, limit: int = SAMPLE_CHARACTERS, lines: int = SAMPLE_LINES) -> str:
@@ -232,7 +225,9 @@ def memory_line(predicted: int | None, measured: int | None, origin: str | None 
     return _compared(predicted, measured, origin, format_bytes, "{:.1f}%")
 
 
-def _compared(predicted: Any, measured: Any, origin: str | None, form: Format, percent: str) -> str:
+def _compared(
+    predicted: float | None, measured: float | None, origin: str | None, form: Format, percent: str
+) -> str:
     """Two numbers, and the error of a prediction; what an earlier run measured is none."""
     line = f"{said_of(origin)} {formatted(predicted, form)}, measured {formatted(measured, form)}"
     if not predicted or not measured or origin == EARLIER:
@@ -272,9 +267,9 @@ def closing_screen(
         name = "held-out rows"
         if "answered_rows" in after:
             name += f" (answers to {counted(after['answered_rows'], 'row')} of {after['split']})"
-        blocks.append(before_after_table(before, after, name))
-        if after.get("unfinished_answers"):
-            blocks[-1] = Group(blocks[-1], unfinished_note(after))
+        table = on_screen(metric_table({"before": before, "after": after}, name))
+        table.columns[2].style = "bold"
+        blocks.append(Group(table, unfinished_note(after)) if after.get("unfinished_answers") else table)
     if answers.get("samples"):
         blocks.append(samples_table(answers["samples"]))
     seconds = summary.get("training_seconds")
@@ -291,7 +286,7 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
 
     "mean / std" is the mean difference relative to the standard deviation of the logits.
     """
-    table = columns("logit difference", "max", "mean", "mean / std", "same top-1")
+    table = on_screen(Table(("logit difference", "max", "mean", "mean / std", "same top-1"), []))
     for key, label in COMPARED.items():
         if row := result.get(key):
             differences = (f"{row[name]:.1e}" for name in ("max_abs", "mean_abs", "relative_mean"))
@@ -305,7 +300,7 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
     return Group(table, verdict + Text(f": compared with the adapter on the unquantized base, {compared}"))
 
 
-def harness_rows(models: Models, tasks: Iterable[str]) -> list[tuple[str, ...]]:
+def harness_table(models: Models, tasks: Iterable[str]) -> Table:
     """Task, metric, number of rows, and the value of each model of eval-lm.json, for some of its tasks."""
     rows = []
     for task in tasks:
@@ -313,15 +308,7 @@ def harness_rows(models: Models, tasks: Iterable[str]) -> list[tuple[str, ...]]:
         for metric in dict.fromkeys(name for one in known for name in one["metrics"]):
             values = (_value(found.get(task, {}).get("metrics", {}).get(metric)) for found in models.values())
             rows.append((task, metric, f"{known[0]['rows']:,}", *values))
-    return rows
-
-
-def harness_table(models: Models, tasks: Iterable[str]) -> RenderableType:
-    """The result of `make eval-lm`, beside what the other models of the run reached on the same rows."""
-    table = columns("task", "metric", "rows", *models, left=(0, 1))
-    for row in harness_rows(models, tasks):
-        table.add_row(*row)
-    return table
+    return Table(("task", "metric", "rows", *models), rows, "lm-eval, with the standard error", left=(0, 1))
 
 
 def _value(found: Mapping[str, Any] | None) -> str:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sft_play.choices.kernels import Capability
 from sft_play.model.architecture import setting
 from sft_play.model.attention import type_name
 from sft_play.model.attention_choice import attention_dropout, has_sinks
-from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
+from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Kernel, fused_kernel
+from sft_play.model.stand_in import counted
 from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.operations import nbytes
-from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 from sft_play.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL

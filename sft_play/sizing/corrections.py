@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
-from sft_play.plan import EARLIER, PROFILED, Estimator, Memory, Plan
+from sft_play.parts import flat
+from sft_play.plan import EARLIER, Estimator, Memory, Plan
 from sft_play.reasons.evidence import Corrected, RanOutBefore
 from sft_play.reasons.reason import Reason
 from sft_play.sizing.step import step_code
@@ -82,17 +83,13 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
     Steps are of the same kind if device, code, model (its config as JSON) and settings are equal, whatever
     the micro-batch size, and whether few or many of the layers are recomputed if some are.
     """
-    kind = replace(
-        plan, kept_layers=min(plan.kept_layers, 1),
-        micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
-        gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
-        total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, profile_seconds=None, memory=None,
-        why=(), alternatives=(),
-    )  # fmt: skip
+    rows = replace(plan.rows, most_tokens=0, most_supervised=0)
+    parts = [flat(each) for each in (plan.sharing, rows, plan.activations.kind, plan.precision)]
+    kind = parts, plan.attention, plan.device, plan.compute_capability
     tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
     train = config.train
     settings = tuning, tokens, train.optimizer, config.eval.batch_size, train.compile, train.float8
-    return entry("probes", architecture, device, settings, asdict(kind), step_code())
+    return entry("probes", architecture, device, settings, kind, step_code())
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class RanOut:
     def applies_to(self, plan: Plan, memory: Memory) -> bool:
         """Whether the plan has as large a micro-batch, and not clearly more memory to use."""
         enough_now = memory.budget_bytes > CLEARLY_MORE * self.budget_bytes
-        return plan.micro_batch_tokens >= self.micro_batch_tokens and not enough_now
+        return plan.rows.most_tokens >= self.micro_batch_tokens and not enough_now
 
 
 @dataclass(frozen=True)
@@ -146,12 +143,12 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
 
     Without a predicted memory nothing is known of the budget, or remembered.
     """
-    if plan.memory is None or plan.micro_batch_tokens <= 0:
+    if plan.memory is None or plan.rows.most_tokens <= 0:
         return
     earlier = read_record(path).ran_out
     if earlier is not None and earlier.applies_to(plan, plan.memory):
         return  # nothing new
-    found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
+    found = RanOut(plan.rows.most_tokens, max(plan.memory.budget_bytes, used_bytes))
     update_value(path, lambda record: record | {"ran_out": asdict(found)})
 
 
@@ -287,7 +284,7 @@ def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[Reason]:
         tokens = record.ran_out.micro_batch_tokens
         if memory.ran_out:
             found.append(RanOutBefore(tokens, "again"))
-        elif plan.micro_batch_tokens >= tokens:
+        elif plan.rows.most_tokens >= tokens:
             found.append(RanOutBefore(tokens, "more_free"))
         else:
             found.append(RanOutBefore(tokens, "smaller"))

@@ -13,8 +13,8 @@ import torch
 
 from sft_play.model.attention import type_name
 from sft_play.model.four_bit import NF4_BLOCK
+from sft_play.model.stand_in import counted
 from sft_play.sizing.product_scratch import Product, Rules, ScratchRule
-from sft_play.sizing.recorder import counted
 from sft_play.units import SIXTEEN_BIT
 from sft_play.work import PRODUCT, UNPACK
 

@@ -18,6 +18,7 @@ from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
 from sft_play.errors import UntraceableModel
 from sft_play.machine.process import importing_libraries
+from sft_play.parts import Activations
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -305,12 +306,12 @@ def estimator(
         steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)
         division = Division(
-            world_size=plan.world_size,
-            accumulates=plan.gradient_accumulation_steps > 1,
+            world_size=plan.sharing.world_size,
+            accumulates=plan.batch.accumulation > 1,
             device=plan.device,
             element_bytes=spec.trained_element_bytes,
-            autocasts=plan.mixed_precision != "no",
-            offloads=plan.offload != "none",
+            autocasts=plan.precision.autocast != "no",
+            offloads=plan.sharing.offload != "none",
             states_on_disk=(on_disk := run.parallel.nvme_path is not None),
             trained=lambda: ask(questions.trained_elements, spec.mode, spec.lora, spec.new_tokens),
             state_bytes=lambda elements: (
@@ -318,7 +319,7 @@ def estimator(
             ),
             update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )
-        engine = engine_of(plan.engine)
+        engine = engine_of(plan.sharing.engine)
         return memory.estimate(steps, device, engine, division, held=batches.held, complete=complete)
 
     return estimate
@@ -326,7 +327,7 @@ def estimator(
 
 def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     """Whether memory grows with the square of the lengths of joined sequences."""
-    plan = replace(plan, activations="keep", kept_layers=0, mlp_tiles=1)
+    plan = replace(plan, activations=Activations())
     kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0)
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 

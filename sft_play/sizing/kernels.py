@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sft_play.choices.kernels import LAYERS, Capability
 from sft_play.model.attention import type_name
-from sft_play.model.attention_table import Capability
-from sft_play.sizing import liger_kernels
+from sft_play.model.stand_in import counted
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.cpu_kernels import four_bit_product, inside_kernels
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.product_scratch import Rules
-from sft_play.sizing.recorder import AllocationRecorder, counted
+from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.units import SIXTEEN_BIT
 from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
@@ -287,7 +287,8 @@ def simulate_cuda(
     """
     from trl.kernels import chunked_logprob
 
-    from sft_play.model import attention, liger, loss_head
+    from sft_play.model import attention, loss_head
+    from sft_play.model.layer_forward import code_of
 
     autocast_enabled, attend = torch.is_autocast_enabled, attention._attend
 
@@ -299,7 +300,7 @@ def simulate_cuda(
         (attention, "varlen_attn", joined),
         (attention, "_offsets", lambda lengths, device: None),
         (attention, "device_capability", lambda device: capability),
-        *((liger, name, getattr(liger_kernels, name)) for name in liger.KERNELS),
+        *((code, *item) for code in map(code_of, LAYERS) for item in code.STAND_INS.items()),
         (loss_head, "is_on_cpu", lambda tensor: False),
         (chunked_logprob, "_forward_tile", _forward_tile),
         (chunked_logprob, "_backward_tile", _backward_tile),

@@ -63,8 +63,8 @@ def anywhere(batches: Sequence[MicroBatch], plan: Plan) -> list[MicroBatch]:
 
     Where gradients wait for the last one of a step, those in between leave them whole.
     """
-    waits = plan.defers_exchange or plan.replicas > 1
-    between = plan.gradient_accumulation_steps > 2 and waits
+    waits = plan.sharing.defers_exchange or plan.sharing.replicas > 1
+    between = plan.batch.accumulation > 2 and waits
     return [replace(each, last=last) for each in batches for last in ((True, False) if between else (True,))]
 
 
@@ -89,9 +89,9 @@ def with_held(
         micro: the micro-batch; default one at which no other holds more.
         evaluated: the batch of the evaluation; default one that another of its size follows.
     """
-    most = (batches.held or spec.tokens * (plan.gradient_accumulation_steps + 1)) - spec.tokens
+    most = (batches.held or spec.tokens * (plan.batch.accumulation + 1)) - spec.tokens
     ahead = evaluated.held if evaluated else math.prod(spec.evaluated.shape)
-    copies = int(plan.device == "cpu" and plan.world_size > 1)
+    copies = int(plan.device == "cpu" and plan.sharing.world_size > 1)
     sizes = [(max(0, most) if micro is None else micro.held), max(0, most), ahead]
     sizes += [copies * spec.tokens, copies * math.prod(spec.evaluated.shape)]
     phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sft_play.choices.kernels import LAYERS
 from sft_play.errors import ConfigError
 from sft_play.reasons.method import FourBitBase, Padded
 from sft_play.units import format_bytes
@@ -43,7 +44,7 @@ class ModuleFacts:
     layer_kinds: tuple[int, ...]
     """A number for each decoder layer, as in `sizing.fake`; none if they are recomputed all or none."""
     tiled_mlps: int  # that can compute in tiles, as in `model.tiled_mlp`
-    liger_modules: int  # that Liger's kernels serve
+    served: dict[str, int]  # modules that other kernels of `train.kernels` serve
     float8_layers: int  # that can multiply in float8
     weights: int
     packed: int  # in linear layers, which QLoRA keeps in 4 bits
@@ -119,7 +120,7 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
     from torch.nn import Linear, ModuleList
     from transformers.pytorch_utils import Conv1D
 
-    from sft_play.model import float8, liger
+    from sft_play.model import float8
     from sft_play.model.architecture import decoder_layers, empty_model
     from sft_play.model.layer_forward import replace_forwards
     from sft_play.model.recomputation import can_mix
@@ -147,5 +148,5 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
         packed=sum(module.weight.numel() for module in linear),
         experts=sum(weight.numel() for _, weight in fused_experts(model)),
         rows=dict(rows),
-        liger_modules=replace_forwards(model, liger.NAME),  # last, since it changes them
+        served={name: replace_forwards(model, name) for name in LAYERS},  # last, since it changes them
     )

@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from sft_play.model.stand_in import Counts
 from sft_play.sizing.fake_results import KeepingFakeMode, without_function_modes
 from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
@@ -34,7 +34,7 @@ class GradientSum:
     peak: int  # bytes, before the sum
 
 
-class AllocationRecorder(TorchDispatchMode):
+class AllocationRecorder(Counts):
     """While active, records what each operation allocates; weak references tell when a storage is freed.
 
     Existing tools do not do: PyTorch's MemTracker does not support frozen parameters, and saved-tensor hooks
@@ -247,6 +247,10 @@ class AllocationRecorder(TorchDispatchMode):
             and not term._is_view()
         )
 
+    def kernel(self, kind: int, dtype: torch.dtype, m: float, n: float, k: float, moved: float) -> None:
+        """A kernel that does not run here, as an operation."""
+        self.count((kind, DTYPE_INDEX.get(dtype, 0), m, n, k, 1, moved))
+
     def count(self, operation: Description, fresh: int = 0) -> None:
         """Records the work of an operation; what is in RAM is none of the GPU's work.
 
@@ -345,14 +349,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor of any shape lie side by side, in any order: no gaps, none twice."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 == tensor.numel()
-
-
-def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0, moved: float = 0) -> None:
-    """Reports the work of a kernel that does not run here to the active recorder, if there is one.
-
-    `like` is a tensor of any shape, in the dtype that the kernel computes in; the others are as in `Work`.
-    """
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, AllocationRecorder):
-            mode.count((kind, DTYPE_INDEX.get(like.dtype, 0), m, n, k, 1, moved))
-            return

@@ -293,21 +293,25 @@ class StepSpec:
             micro: its micro-batch; default one with the most tokens and the most supervised tokens.
             evaluated: a batch of its evaluation; default one as the micro-batch.
         """
-        engine = engine_of(plan.engine)
-        several = plan.gradient_accumulation_steps > 1
+        engine = engine_of(plan.sharing.engine)
+        several = plan.batch.accumulation > 1
         later = several and not (micro and micro.first)
-        waits = several and engine.shards_weights and (plan.defers_exchange or plan.replicas > 1)
+        waits = (
+            several and engine.shards_weights and (plan.sharing.defers_exchange or plan.sharing.replicas > 1)
+        )
         early = engine.makes_gradients_early and not (several and engine.keeps_gradients)
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
             new_tokens=0 if config.tuning.mode == "full" else len(config.model.new_tokens),
-            dtype=plan.dtype,
-            mixed_precision=plan.mixed_precision,
+            dtype=plan.precision.dtype,
+            mixed_precision=plan.precision.autocast,
             attention=plan.attention,
             # a CPU has no other memory to offload to
-            activations="recompute" if plan.recomputes and plan.device == "cpu" else plan.activations,
-            kept_layers=plan.kept_layers,
+            activations="recompute"
+            if plan.activations.recomputes and plan.device == "cpu"
+            else plan.activations.policy,
+            kept_layers=plan.activations.kept_layers,
             mlp_tile=plan.mlp_tile,
             accumulates=later or early,
             device=plan.device,
@@ -316,35 +320,35 @@ class StepSpec:
             kernels=config.train.layer_kernels,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
-            sequence_ranks=plan.sequence_ranks,
-            shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
-            replicated=engine.shards_weights and plan.replicas > 1,
+            sequence_ranks=plan.sharing.sequence_ranks,
+            shards=min(plan.sharing.shards, MOST_SHARDS) if engine.shards_weights else 1,
+            replicated=engine.shards_weights and plan.sharing.replicas > 1,
             regathers=engine.regathers,
-            offload=plan.offload != "none",
-            defers_exchange=plan.defers_exchange,
-            reshard_after_forward=plan.reshard_after_forward,
+            offload=plan.sharing.offload != "none",
+            defers_exchange=plan.sharing.defers_exchange,
+            reshard_after_forward=plan.sharing.reshard_after_forward,
             exchanges=not (waits and micro and (micro.first or not micro.last)),
             **_batches(plan, micro, evaluated),
         )
-        if engine.casts_model and plan.mixed_precision in AUTOCAST:
+        if engine.casts_model and plan.precision.autocast in AUTOCAST:
             return replace(
-                spec, dtype=AUTOCAST[plan.mixed_precision], mixed_precision="no", cast_adapters=True
+                spec, dtype=AUTOCAST[plan.precision.autocast], mixed_precision="no", cast_adapters=True
             )
         return spec
 
 
 def _supervised_share(plan: Plan) -> float:
     """The share of the largest micro-batch, assuming that it also has the most supervised tokens."""
-    if not plan.micro_batch_supervised:
+    if not plan.rows.most_supervised:
         return 1.0
-    own = plan.micro_batch_tokens / plan.sequence_ranks  # of which all may be supervised
-    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / own) / SHARES)
+    own = plan.rows.most_tokens / plan.sharing.sequence_ranks  # of which all may be supervised
+    return min(1.0, math.ceil(SHARES * plan.rows.most_supervised / own) / SHARES)
 
 
 def _largest(plan: Plan) -> Batch:
-    if plan.padding_free:
-        return JoinedRows(part_of(plan.micro_batch_tokens, plan.sequence_ranks))
-    return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
+    if plan.rows.joined:
+        return JoinedRows(part_of(plan.rows.most_tokens, plan.sharing.sequence_ranks))
+    return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.rows.max_seq_len))
 
 
 def _batches(plan: Plan, micro: MicroBatch | None, evaluated: MicroBatch | None) -> dict[str, Any]:
@@ -356,10 +360,10 @@ def _batches(plan: Plan, micro: MicroBatch | None, evaluated: MicroBatch | None)
         found |= dict(
             eval_batch=evaluated.batch, eval_share=_share(evaluated), eval_lengths=evaluated.lengths
         )
-    if not plan.padding_free:
+    if not plan.rows.joined:
         return found
-    average = plan.sequence_tokens or None if plan.device == "cuda" else None
-    return found | dict(longest=plan.max_seq_len, sequence_tokens=average)
+    average = plan.rows.sequence_tokens or None if plan.device == "cuda" else None
+    return found | dict(longest=plan.rows.max_seq_len, sequence_tokens=average)
 
 
 def _share(micro: MicroBatch) -> float:

@@ -40,7 +40,7 @@ def answers_of(session: Session, prompts: Sequence[Sequence[int]], name: str) ->
         return None
     trainer, settings = session.trainer, session.job.config.eval
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    together = Together(model, reshard_after_forward=session.job.plan.reshard_after_forward)
+    together = Together(model, reshard_after_forward=session.job.plan.sharing.reshard_after_forward)
     try:
         with _answering(session, model), trainer.compute_loss_context_manager():
             return generate_answers(

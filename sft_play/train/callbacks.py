@@ -131,9 +131,9 @@ class Reporter(TrainerCallback):
 
     def _rows_per_second(self, steps: int) -> float | None:
         """None with packing, where a sequence has several rows."""
-        if self.plan.packing or not self._window_seconds:
+        if self.plan.rows.packing or not self._window_seconds:
             return None
-        return steps * self.plan.effective_batch_size / self._window_seconds
+        return steps * self.plan.batch.effective / self._window_seconds
 
     def shown(self, step: int) -> dict[str, float | None]:
         """What trackers show beside the loss; None if unknown."""
@@ -154,7 +154,7 @@ class Reporter(TrainerCallback):
         speed = numbers["speed/tokens_per_second"] or 0.0
         self._window_start, self._window_seconds = step, 0.0
         peak = self.meter.peak_bytes()
-        epoch = step / self.plan.steps_per_epoch
+        epoch = step / self.plan.schedule.steps_per_epoch
         if self.main:
             record = {
                 "step": step,

@@ -125,12 +125,12 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to resume.
     """
-    if is_split_as(checkpoint, engine_of(plan.engine), processes):
+    if is_split_as(checkpoint, engine_of(plan.sharing.engine), processes):
         return False
     if "cut" in OPTIMIZERS[config.train.optimizer].divided:
         return True
     saved, found = saved_by(checkpoint), "in one piece"
-    count, engine = plan.world_size, next(known for known in ENGINES if known.distributes)
+    count, engine = plan.sharing.world_size, next(known for known in ENGINES if known.distributes)
     if saved.shards_state:
         count, engine = len(saved.state_files(checkpoint)), saved
         found = f"with {saved.label} on {count} processes"
@@ -214,10 +214,10 @@ class CheckpointWriter:
 
     def __init__(self, job: Job, settings: dict[str, Any]) -> None:
         """`settings`: what decides the result of the run, which a resume compares (resume.py)."""
-        self._job, self._engine = job, engine_of(job.plan.engine)
+        self._job, self._engine = job, engine_of(job.plan.sharing.engine)
         self._facts = {
-            "engine": job.plan.engine,
-            "world_size": job.plan.world_size,
+            "engine": job.plan.sharing.engine,
+            "world_size": job.plan.sharing.world_size,
             "versions": installed_versions(),
             "settings": settings,
         }

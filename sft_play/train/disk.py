@@ -97,7 +97,8 @@ def _kept(session: Session) -> list[torch.Tensor]:
 def checkpoint_bytes(session: Session) -> int:
     """Size of a checkpoint: the weights, and the optimizer's state of each trained one."""
     job, model = session.job, session.trainer.model
-    optimizer, device, engine = job.config.train.optimizer, job.plan.device, engine_of(job.plan.engine)
+    optimizer, device = job.config.train.optimizer, job.plan.device
+    engine = engine_of(job.plan.sharing.engine)
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
     elements = sum(whole_elements(weight) for weight in trained)
     of_each = (_state_bytes_of(weight, optimizer, device) for weight in trained)
@@ -178,7 +179,7 @@ class SpaceForSaves(TrainerCallback):
             yield
         except Exception as error:
             reason = write_failure(error, job.run.path)
-            if reason is None or job.plan.world_size > 1 or not by_step(job.run):
+            if reason is None or job.plan.sharing.world_size > 1 or not by_step(job.run):
                 raise
             shutil.rmtree(job.run.checkpoints / INCOMPLETE, ignore_errors=True)
             state.best_model_checkpoint = best

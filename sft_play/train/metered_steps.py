@@ -84,4 +84,4 @@ def highest_step(plan: Plan, args: Any) -> int | None:
         return None
     if plan.memory.peak_phase == "evaluation":
         return int(args.eval_steps) - 1
-    return highest.train // (plan.gradient_accumulation_steps * plan.data_ranks)
+    return highest.train // (plan.batch.accumulation * plan.sharing.data_ranks)

@@ -51,8 +51,8 @@ def probe(session: Session) -> ProbeResult:
     rows = step_of_highest(session.rows.dataset, plan)
     with _as_it_was(trainer):
         # where weights or tokens are divided, any pass needs all ranks
-        together = engine_of(plan.engine).shards_weights or plan.sequence_ranks > 1
-        alone = plan.world_size == 1 or together or _fits_alone(session, rows)
+        together = engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens
+        alone = plan.sharing.world_size == 1 or together or _fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
@@ -63,7 +63,7 @@ def probe(session: Session) -> ProbeResult:
         if result.ran_out:
             write_ran_out(path, plan)
         if result.overhead_bytes:
-            write_overhead(device, plan.world_size, result.overhead_bytes)
+            write_overhead(device, plan.sharing.world_size, result.overhead_bytes)
     trainer.accelerator.wait_for_everyone()
     return result
 
@@ -87,10 +87,10 @@ def step_of_highest(batches: Dataset, plan: Plan) -> Dataset:
     to the prediction, the micro-batch is the one with the most tokens.
     """
     found = plan.memory.highest if plan.memory else None
-    place = largest_micro_batch(batches) if found is None else found.train * plan.sequence_ranks
-    several = plan.gradient_accumulation_steps > 1
-    if several and place % (plan.gradient_accumulation_steps * plan.world_size) < plan.world_size:
-        return batches.select([place, place + plan.world_size])
+    place = largest_micro_batch(batches) if found is None else found.train * plan.sharing.sequence_ranks
+    several = plan.batch.accumulation > 1
+    if several and place % (plan.batch.accumulation * plan.sharing.world_size) < plan.sharing.world_size:
+        return batches.select([place, place + plan.sharing.world_size])
     between = found is not None and not found.last
     return batches.select([place] * (1 + several + between))
 
@@ -103,8 +103,8 @@ def expected_phases(plan: Plan, tokens: Sequence[int]) -> dict[str, int]:
     found = plan.memory.highest if plan.memory else None
     if found is None:
         return {}
-    held = sum(tokens) // plan.sequence_ranks
-    own = tokens[0] // plan.sequence_ranks
+    held = sum(tokens) // plan.sharing.sequence_ranks
+    own = tokens[0] // plan.sharing.sequence_ranks
     fewer = {"forward": found.held - (held - own), "backward": found.held - (held - own)}
     fewer |= {"optimizer": found.held_after - (held - own), "evaluation": found.held_after}
     return {phase: size - TOKEN_BYTES * fewer.get(phase, 0) for phase, size in found.phases.items()}
@@ -170,15 +170,15 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
             _run(session, rows, clock)
             overhead = overhead_bytes(trainer.args.device)
         except torch.OutOfMemoryError as error:
-            if plan.world_size > 1:
+            if plan.sharing.world_size > 1:
                 write_ran_out(correction_path(session.job, plan), plan)  # the next run plans without it
                 raise DoesNotFitError(
-                    f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: "
+                    f"memory ran out in the probe of micro-batch {plan.batch.micro}: "
                     f"{first_line(error)}\n{memory_advice(plan)}"
                 ) from error
             ran_out = True
         finally:
-            _let_go(trainer, engine_of(plan.engine))
+            _let_go(trainer, engine_of(plan.sharing.engine))
     step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
         phases={}
@@ -196,7 +196,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
 def _tokens_per_step(session: Session) -> float:
     """Tokens of this process in an average step, padding not counted."""
     tokens = session.rows.tokens_per_step
-    return sum(tokens) / len(tokens) / session.job.plan.world_size
+    return sum(tokens) / len(tokens) / session.job.plan.sharing.world_size
 
 
 def _average_step(session: Session, clock: _Clock, tokens: Sequence[float]) -> float:
@@ -206,7 +206,7 @@ def _average_step(session: Session, clock: _Clock, tokens: Sequence[float]) -> f
     """
     assert clock.seconds is not None
     first = clock.seconds if clock.first is None else clock.first
-    tokens = [count / session.job.plan.sequence_ranks for count in tokens]  # of this process
+    tokens = [count / session.job.plan.sharing.sequence_ranks for count in tokens]  # of this process
     each = first / tokens[0]
     once = max(0.0, clock.seconds - each * sum(tokens))
     return once + each * _tokens_per_step(session) / (1 - session.rows.padding_share)
@@ -220,7 +220,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     settings.eval_on_start = settings.load_best_model_at_end = False
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
-    in_a_step = [number for number in range(len(rows)) for _ in range(plan.world_size)]
+    in_a_step = [number for number in range(len(rows)) for _ in range(plan.sharing.world_size)]
     trainer.train_dataset = rows.select(STEPS * in_a_step)
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
@@ -230,7 +230,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer.train()
     batches: Any = trainer.eval_dataset
     if batches is not None:
-        trainer.evaluate(batches.select([_evaluated(batches, plan)] * plan.world_size))
+        trainer.evaluate(batches.select([_evaluated(batches, plan)] * plan.sharing.world_size))
 
 
 def _evaluated(batches: Dataset, plan: Plan) -> int:
@@ -238,7 +238,7 @@ def _evaluated(batches: Dataset, plan: Plan) -> int:
     found = plan.memory.highest if plan.memory else None
     if found is None or found.evaluation is None:
         return largest_micro_batch(batches)
-    return found.evaluation * plan.sequence_ranks
+    return found.evaluation * plan.sharing.sequence_ranks
 
 
 @contextmanager

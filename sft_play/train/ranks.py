@@ -37,8 +37,8 @@ def process_group(job: Job) -> Iterator[None]:
     If the block fails, the group is not destroyed: destroying it while other ranks still communicate would
     turn one rank's error into a hang of all.
     """
-    engine = engine_of(job.plan.engine)
-    if job.plan.world_size == 1:
+    engine = engine_of(job.plan.sharing.engine)
+    if job.plan.sharing.world_size == 1:
         with _group_of_one(job) if engine.shards_weights else nullcontext():
             yield
         return
@@ -62,7 +62,7 @@ def process_group(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _group_of_one(job: Job) -> Iterator[None]:
-    engine = engine_of(job.plan.engine)
+    engine = engine_of(job.plan.sharing.engine)
     engine.prepare_launch()
     distributed.init_process_group(_backend(job.plan), store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -77,7 +77,7 @@ def _backend(plan: Plan) -> str:
     """What the processes communicate through; what is offloaded is summed up where it is."""
     if plan.device == "cpu":
         return "gloo"
-    return "nccl" if plan.offload == "none" else "cuda:nccl,cpu:gloo"
+    return "nccl" if plan.sharing.offload == "none" else "cuda:nccl,cpu:gloo"
 
 
 def _say(text: str) -> None:
@@ -86,7 +86,7 @@ def _say(text: str) -> None:
 
 def _standstill(job: Job, error: RuntimeError) -> str:
     """The message of a rank that timed out; the launcher then looks for the one that hangs."""
-    beats = read_beats(job.run, range(job.plan.world_size))
+    beats = read_beats(job.run, range(job.plan.sharing.world_size))
     return "\n".join(
         [
             f"timed out after {job.config.parallel.timeout_s} s (parallel.timeout_s) waiting for the other "
@@ -105,7 +105,7 @@ def agree_on_plan(job: Job) -> Job:
     Raises:
         LaunchError: the ranks were given different settings or data.
     """
-    if job.plan.world_size == 1:
+    if job.plan.sharing.world_size == 1:
         return job
     return replace(job, plan=agreed_plan(from_all((job_digest(job), job.plan.to_json()))))
 
@@ -134,7 +134,7 @@ def agree_on_files(job: Job) -> Job:
         raise LaunchError(
             f"only some of the machines share the run directory {job.run.path}; all of them must, or none"
         )
-    engine = engine_of(job.plan.engine)
+    engine = engine_of(job.plan.sharing.engine)
     if engine.shards_weights and not all(seen):
         whole = [f"ENGINE={row.name}" for row in SEVERAL.values() if not row.shards_weights]
         raise LaunchError(
@@ -185,7 +185,7 @@ def with_known_exchange(job: Job) -> Job:
 
     If it cannot be measured, the plan stays as it is.
     """
-    count = job.plan.world_size
+    count = job.plan.sharing.world_size
     if count == 1 or job.config.train.probe is False:
         return job
     device = device_name(job.machine)
@@ -218,7 +218,7 @@ def _planned_again(job: Job) -> Job:
     plan = from_main(lambda: find_plan(job, lambda plan: True))
     if plan is None:
         return job
-    if plan.gradient_accumulation_steps != job.plan.gradient_accumulation_steps:
+    if plan.batch.accumulation != job.plan.batch.accumulation:
         console().print(f"  planned again with that: {plan.why[0]}")
     return replace(job, plan=plan)
 

@@ -51,7 +51,7 @@ def memory_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 def _explained(plan: Plan, error: BaseException) -> str:
-    size = plan.micro_batch_size
+    size = plan.batch.micro
     return f"memory ran out at micro-batch {size}: {first_line(error)}\n{memory_advice(plan)}"
 
 
@@ -86,9 +86,9 @@ def smaller_job(job: Job) -> Job:
     """
     release_memory()  # what the session that failed has left behind in this process
     ran_out = Plan.from_json(read_json(job.run.plan))
-    free = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": ran_out.effective_batch_size}
+    free = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": ran_out.batch.effective}
     plan = plan_again(_with(replace(job, plan=ran_out), "train", **free), takes_less(ran_out))
-    reason = f"chosen because memory ran out at micro-batch {ran_out.micro_batch_size}"
+    reason = f"chosen because memory ran out at micro-batch {ran_out.batch.micro}"
     own = by_step(job.run) or job.config.train.resume == "never"
     resume = "auto" if own else job.config.train.resume
     job = _with(_with(job, "train", resume=resume), "eval", batch_size="auto")
@@ -109,7 +109,7 @@ def continuation(job: Job) -> str:
     resume = job.config.train.resume
     start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
     start = "from the last checkpoint" if by_step(job.run) else start
-    recomputed = ", activations recomputed" if job.plan.recomputes else ""
+    recomputed = ", activations recomputed" if job.plan.activations.recomputes else ""
     return f"going on {start} with a smaller plan: {EffectiveBatch(job.plan)}{recomputed}"
 
 

@@ -151,16 +151,16 @@ def settings_of(job: Job) -> dict[str, Any]:
         "model.revision": config.model.revision,
         "model.new_tokens": config.model.new_tokens,
         "model.rope_scaling": config.model.model_dump()["rope_scaling"],
-        "model.dtype": plan.dtype,
+        "model.dtype": plan.precision.dtype,
         **{f"data.{split}_path": digest for split, digest in job.data.digests().items()},
         "data.sources": [share.weight for share in job.data.shares],
         **tuning,
         **{f"train.{name}": getattr(config.train, name) for name in TRAIN},
-        "train.learning_rate": plan.learning_rate,
-        "train.effective_batch_size": plan.effective_batch_size,
-        "train.max_steps": plan.total_steps,
-        "train.packing": plan.packing,
-        "train.mixed_precision": plan.mixed_precision,
+        "train.learning_rate": plan.schedule.learning_rate,
+        "train.effective_batch_size": plan.batch.effective,
+        "train.max_steps": plan.schedule.total_steps,
+        "train.packing": plan.rows.packing,
+        "train.mixed_precision": plan.precision.autocast,
     }
     return json.loads(json.dumps(found))
 

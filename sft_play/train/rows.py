@@ -64,7 +64,7 @@ def training_rows(
     pad_id: int,
     shares: Sequence[Share] | None = None,
 ) -> TrainingRows:
-    """All micro-batches of the run in training order: `plan.total_steps` x accumulation x world size.
+    """All micro-batches of the run in training order: optimizer steps x accumulation x world size.
 
     The data set has columns input_ids, labels and length; shares say how often each row is seen per epoch,
     None for once.
@@ -72,27 +72,27 @@ def training_rows(
     rows = dataset.select_columns(["input_ids", "labels", "length"])
     lengths, supervised = column_of(rows, "length"), count_supervised(rows)
     packs: list[list[int]] = []
-    if plan.packing:
-        packs, shares = pack_shares(lengths.tolist(), plan.max_seq_len, shares or [Share(len(rows))])
+    if plan.rows.packing:
+        packs, shares = pack_shares(lengths.tolist(), plan.rows.max_seq_len, shares or [Share(len(rows))])
         lengths, supervised = pack_sums(lengths, packs), pack_sums(supervised, packs)
     schedule = make_schedule(
         lengths,
         rows_per_step=plan.rows_per_step,
-        bins_per_step=plan.gradient_accumulation_steps * plan.data_ranks,
-        total_steps=plan.total_steps,
+        bins_per_step=plan.batch.accumulation * plan.sharing.data_ranks,
+        total_steps=plan.schedule.total_steps,
         seed=seed,
         hidden_size=hidden_size,
-        padding_free=plan.padding_free,
+        padding_free=plan.rows.joined,
         shares=shares,
     )
     real = schedule.sums(lengths)
-    seen = real if plan.padding_free else schedule.padded_tokens(lengths)
+    seen = real if plan.rows.joined else schedule.padded_tokens(lengths)
     batches = schedule.micro_batches()
     batches = unpacked(*batches, packs) if packs else batches
     return TrainingRows(
         with_filler(rows, pad_id),
         _as_dataset(
-            *batches, filler=len(rows), tokens=np.maximum(seen.ravel(), 1), copies=plan.sequence_ranks
+            *batches, filler=len(rows), tokens=np.maximum(seen.ravel(), 1), copies=plan.sharing.sequence_ranks
         ),
         tokens_per_step=real.sum(axis=1).tolist(),
         supervised_per_step=schedule.sums(supervised).sum(axis=1).tolist(),
@@ -111,15 +111,17 @@ def evaluation_rows(
     lengths = column_of(rows, "length")
     groups = evaluation_batches(lengths, plan, rows_per_batch)
     sizes = [
-        int(lengths[group].sum()) if plan.padding_free else padded_length(lengths[group].max()) * len(group)
+        int(lengths[group].sum()) if plan.rows.joined else padded_length(lengths[group].max()) * len(group)
         for group in groups
     ]
-    missing = -len(groups) % plan.data_ranks
+    missing = -len(groups) % plan.sharing.data_ranks
     groups += [[FILLER]] * missing
     values = np.concatenate(groups)
     offsets = np.cumsum([0, *map(len, groups)])
     tokens = np.array(sizes + [1] * missing)
-    batches = _as_dataset(values, offsets, filler=len(rows), tokens=tokens, copies=plan.sequence_ranks)
+    batches = _as_dataset(
+        values, offsets, filler=len(rows), tokens=tokens, copies=plan.sharing.sequence_ranks
+    )
     return MicroBatches(with_filler(rows, pad_id), batches)
 
 

@@ -77,7 +77,7 @@ def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
 
     A rank of several leaves SIGTERM to its launcher, which ends the others with it when one fails.
     """
-    others = () if job.plan.world_size > 1 else (signal.SIGTERM, signal.SIGHUP)
+    others = () if job.plan.sharing.world_size > 1 else (signal.SIGTERM, signal.SIGHUP)
     with ended_at_once(signal.SIGINT, *others):
         return settle_plan(prepare_session(job))
 
@@ -101,7 +101,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> tuple[bool, MeteredS
     trainer.while_saving = space.while_saving
     trainer.add_callback(space)  # the last one, which sees whether the others want to save
     try:
-        with stop.handlers, only_tensors(engine_of(session.job.plan.engine)):
+        with stop.handlers, only_tensors(engine_of(session.job.plan.sharing.engine)):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         session.reporter.end_bar()
@@ -124,7 +124,7 @@ def remember_speed(session: Session) -> None:
     speed, seconds = reporter.tokens_per_second, reporter.step_seconds
     if reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
-        keep_times(job, Timing.of(job.plan, seconds, job.plan.world_size / speed))
+        keep_times(job, Timing.of(job.plan, seconds, job.plan.sharing.world_size / speed))
 
 
 def remember_memory(session: Session, run: ProbeResult) -> None:
@@ -173,7 +173,7 @@ def measured_ram(session: Session) -> int | None:
     """
     callbacks = session.trainer.callback_handler.callbacks
     watch = next((each for each in callbacks if isinstance(each, RamWatch)), None)
-    return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.machines
+    return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.sharing.machines
 
 
 def summarise(
@@ -194,14 +194,14 @@ def summarise(
         "status": "interrupted" if stopped else "trained",  # what comes after it decides (commands/train.py)
         "error": None,  # of an earlier attempt
         "device": plan.device,
-        "world_size": plan.world_size,
-        "sequence_ranks": plan.sequence_ranks,
-        "packing": plan.packing,
-        "effective_batch_size": plan.effective_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "micro_batch_tokens": plan.micro_batch_tokens,
-        "padding_free": plan.padding_free,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "world_size": plan.sharing.world_size,
+        "sequence_ranks": plan.sharing.sequence_ranks,
+        "packing": plan.rows.packing,
+        "effective_batch_size": plan.batch.effective,
+        "micro_batch_size": plan.batch.micro,
+        "micro_batch_tokens": plan.rows.most_tokens,
+        "padding_free": plan.rows.joined,
+        "gradient_accumulation_steps": plan.batch.accumulation,
         "optimizer_steps": state.global_step,
         "skipped_steps": session.trainer.skipped.total,
         "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)

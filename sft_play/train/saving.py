@@ -76,7 +76,7 @@ def save(session: Session) -> Saved:
             with spinner(f"scoring the weights in {found.dtype}, as they are saved"):
                 score = trainer.score()
             scores = {"loss": score.loss, "token_accuracy": score.accuracy}
-    weights = engine_of(job.plan.engine).full_weights(model, types)  # all ranks take part
+    weights = engine_of(job.plan.sharing.engine).full_weights(model, types)  # all ranks take part
     if trainer.accelerator.is_main_process:
         _write(session, model, weights, found.dtype if types and found else None)
     return Saved(found, scores)

@@ -105,7 +105,7 @@ def flops_share(job: Job) -> float | None:
         return None
     tokens = round(sum(job.data.train["length"]) / len(job.data.train))
     sizes = flop_sizes(job.architecture, job.config)
-    return flops_per_token(sizes, tokens) / (peak * job.plan.world_size)
+    return flops_per_token(sizes, tokens) / (peak * job.plan.sharing.world_size)
 
 
 def close_session(session: Session, plan: Plan) -> Job:
@@ -119,7 +119,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
-    config, plan, engine = job.config, job.plan, engine_of(job.plan.engine)
+    config, plan, engine = job.config, job.plan, engine_of(job.plan.sharing.engine)
     validation = validation_rows(job)
     types = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
     trainer = PlannedTrainer(
@@ -139,7 +139,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         data_collator=_collator(job, rows),
         eval_collator=_collator(job, validation) if validation else None,
         engine=engine,
-        kept_layers=plan.kept_layers,
+        kept_layers=plan.activations.kept_layers,
         offloads_activations=plan.offloads_activations,
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
@@ -152,7 +152,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
     _restore_types(model, types)
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
-    if plan.recomputes:
+    if plan.activations.recomputes:
         trainer.args.gradient_checkpointing_kwargs = dict(RECOMPUTING)  # TRL takes another for ZeRO-3
     if engine.shards_weights:
         engine.divide(units_of(model), config, plan)
@@ -171,7 +171,7 @@ def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> 
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:
     pad_id = job.tokenizer.pad_token_id
-    if not job.plan.padding_free:
+    if not job.plan.rows.joined:
         return padded_micro_batches(batches.rows, pad_id)
     joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
     part = part_of_group(*_division(job))
@@ -180,15 +180,15 @@ def _collator(job: Job, batches: MicroBatches) -> Collator:
 
 def _division(job: Job) -> tuple[int, float]:
     """Among how many processes tokens are divided, and how long they wait for each other, in seconds."""
-    return job.plan.sequence_ranks, job.config.parallel.timeout_s
+    return job.plan.sharing.sequence_ranks, job.config.parallel.timeout_s
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
-    if job.plan.world_size > 1:
+    if job.plan.sharing.world_size > 1:
         limit_s, watched = job.config.parallel.timeout_s, job.ranks.launched_by_us
         callbacks.append(Heartbeat(job.run, job.ranks.rank, limit_s, exits=not watched))
-    if job.plan.offload != "none" or job.plan.offloads_activations:
+    if job.plan.sharing.offload != "none" or job.plan.offloads_activations:
         callbacks.append(RamWatch())
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
@@ -212,8 +212,9 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
     Raises:
         ConfigError: checkpoints would fall between evaluations, so that the best one could not be kept.
     """
-    affordable = EVALUATED_PER_TRAINED_ROW * plan.total_steps * plan.rows_per_step / max(validation_rows, 1)
-    default = math.ceil(plan.total_steps / min(EVALUATIONS_PER_RUN, max(1, int(affordable))))
+    steps = plan.schedule.total_steps
+    affordable = EVALUATED_PER_TRAINED_ROW * steps * plan.rows_per_step / max(validation_rows, 1)
+    default = math.ceil(steps / min(EVALUATIONS_PER_RUN, max(1, int(affordable))))
     train = config.train
     evaluate = train.eval_steps or (train.save_steps or default)
     save = train.save_steps or evaluate
@@ -249,10 +250,10 @@ def sft_config(
         metric_for_best_model="eval_loss",
         greater_is_better=False,
         output_dir=str(run.checkpoints),
-        max_steps=plan.total_steps,
+        max_steps=plan.schedule.total_steps,
         per_device_train_batch_size=1,  # an element of the data sets is a micro-batch (train/rows.py)
         per_device_eval_batch_size=1,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        gradient_accumulation_steps=plan.batch.accumulation,
         # The rows arrive tokenized (data/prepare.py) and in training order (data/batching.py).
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -260,10 +261,10 @@ def sft_config(
         max_length=None,
         dataloader_num_workers=0,
         dataloader_pin_memory=plan.device == "cuda",
-        bf16=plan.mixed_precision == "bf16",
-        fp16=plan.mixed_precision == "fp16",
-        gradient_checkpointing=plan.recomputes,
-        gradient_checkpointing_kwargs=dict(RECOMPUTING) if plan.recomputes else None,
+        bf16=plan.precision.autocast == "bf16",
+        fp16=plan.precision.autocast == "fp16",
+        gradient_checkpointing=plan.activations.recomputes,
+        gradient_checkpointing_kwargs=dict(RECOMPUTING) if plan.activations.recomputes else None,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         # No static graph: non-reentrant checkpointing runs each gradient hook only once.
@@ -277,7 +278,7 @@ def sft_config(
         seed=config.train.seed,
         data_seed=config.train.seed,
         disable_tqdm=True,
-        **engine_of(plan.engine).trainer_arguments(
+        **engine_of(plan.sharing.engine).trainer_arguments(
             config, plan, trained_parameters=trained_parameters, shared=run.shared
         ),
     )
@@ -291,10 +292,10 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
 def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
     train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
     return dict(
-        learning_rate=plan.learning_rate,
+        learning_rate=plan.schedule.learning_rate,
         # a schedule-free optimizer does the warmup itself
         lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
-        warmup_steps=warmup_steps(train.warmup_ratio, plan.total_steps),
+        warmup_steps=warmup_steps(train.warmup_ratio, plan.schedule.total_steps),
         optim=optimizer.trainer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,

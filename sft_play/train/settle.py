@@ -14,8 +14,7 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.planning.measured_speed import Timing, read_speed, speed_path, write_times
 from sft_play.planning.speed import profile_of
-from sft_play.reasons.choices import ACTIVATIONS
-from sft_play.report.probe import probe_line
+from sft_play.report.memory import probe_line
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.probe import memory_advice, probe
@@ -54,7 +53,7 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
             raise DoesNotFitError(f"{_too_much(plan, result)}\n{memory_advice(plan)}")
         _keep_results(session.job, (session.job.plan, result))
         return session, result
-    worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.total_steps
+    worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.schedule.total_steps
     allowance = SEARCH_SECONDS if setting == "search" else worth_spending
     return _fastest_by_measurement(session, result, allowance, cost=time.monotonic() - began)
 
@@ -67,7 +66,7 @@ def keep_times(job: Job, *timed: Timing) -> None:
 
 def speed_file(job: Job) -> Path:
     """Where the speeds of the plans that a job may have are kept."""
-    profile = profile_of(job.machine, job.plan.world_size)
+    profile = profile_of(job.machine, job.plan.sharing.world_size)
     return speed_path(
         text_of(job.architecture), training_device(job.machine).name, job.config, job.plan, profile
     )
@@ -93,9 +92,9 @@ def _probe_and_print(session: Session) -> ProbeResult:
 def _too_much(plan: Plan, result: ProbeResult) -> str:
     measured = None if plan.memory is None else result.budgeted_bytes(plan.memory)
     if result.ran_out or measured is None or plan.memory is None:
-        return f"micro-batch {plan.micro_batch_size} does not fit: memory ran out in the probe"
+        return f"micro-batch {plan.batch.micro} does not fit: memory ran out in the probe"
     return (
-        f"micro-batch {plan.micro_batch_size} does not fit: the probe measured {format_bytes(measured)}, "
+        f"micro-batch {plan.batch.micro} does not fit: the probe measured {format_bytes(measured)}, "
         f"the budget is {format_bytes(plan.memory.budget_bytes)}"
     )
 
@@ -131,8 +130,7 @@ def _fastest_by_measurement(
         found = probe(session)
         seconds = found.step_seconds if found.fits(other) else None
         said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
-        activations = "partly kept" if other.kept_layers else ACTIVATIONS[other.activations]
-        tried = f"micro-batch {other.micro_batch_size}, activations {activations}"
+        tried = f"micro-batch {other.batch.micro}, activations {other.activations.words}"
         console().print(f"  tried {tried}: {said}", style="dim")
         if seconds is not None:
             timed.append((other, found))
@@ -156,7 +154,7 @@ def _plans_to_time(job: Job) -> list[Plan]:
 
 
 def _is_split(split: tuple[int, bool], plan: Plan) -> bool:
-    return (plan.gradient_accumulation_steps, plan.recomputes) == split
+    return (plan.batch.accumulation, plan.activations.recomputes) == split
 
 
 def _worth_timing(job: Job) -> list[tuple[int, bool]]:
@@ -168,10 +166,10 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
     close = [
         (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
         for row in plan.alternatives
-        if row["fits"] and row["engine"] == plan.engine and (row["relative_speed"] or 1) >= slowest
+        if row["fits"] and row["engine"] == plan.sharing.engine and (row["relative_speed"] or 1) >= slowest
     ]
-    chosen = plan.gradient_accumulation_steps, plan.recomputes
+    chosen = plan.batch.accumulation, plan.activations.recomputes
     fitting = {accumulation for accumulation, checkpointing in [*close, chosen] if not checkpointing}
     close = [split for split in close if not (split[1] and split[0] in fitting)]
-    alike = [split for split in close if split[1] == plan.recomputes and split != chosen]
+    alike = [split for split in close if split[1] == plan.activations.recomputes and split != chosen]
     return [split for split in close if split not in alike[RIVALS:]]

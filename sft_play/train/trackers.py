@@ -195,14 +195,15 @@ def _describe(writer: Any, job: Job, step: int) -> None:
 
 def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | str]:
     """What runs are compared by, as plain values."""
+    chosen = plan.flat()
     lora = ("r", "alpha", "dropout") if config.tuning.mode != "full" else ()
     return {
         "model": public_name(config.model.name),
         "mode": config.tuning.mode,
-        "gradient_checkpointing": plan.recomputes,
-        "steps": plan.total_steps,
+        "gradient_checkpointing": plan.activations.recomputes,
+        "steps": plan.schedule.total_steps,
         **{name: getattr(config.train, name) for name in TRAIN_COMPARED},
-        **{name: getattr(plan, name) for name in PLAN_COMPARED},
+        **{name: chosen[name] for name in PLAN_COMPARED},
         **{f"lora_{name}": getattr(config.tuning.lora, name) for name in lora},
     }
 

@@ -37,21 +37,21 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
         ConfigError: the model sees later tokens or other rows, its output head is unlike others, or processes
             that divide its tokens compute something else.
     """
-    accelerator = trainer.accelerator
-    if accelerator.num_processes != plan.world_size:
+    accelerator, processes = trainer.accelerator, plan.sharing.world_size
+    if accelerator.num_processes != processes:
         raise LaunchError(
-            f"{plan.world_size} processes were requested, but {accelerator.num_processes} started; the "
+            f"{processes} processes were requested, but {accelerator.num_processes} started; the "
             "effective batch would be wrong. Launch with `make train-distributed NGPU=<n>`, or see "
             "MULTI_GPU_GUIDE.md"
         )
     found = accelerator.distributed_type.value.replace("MULTI_CPU", "MULTI_GPU")
-    engine = engine_of(plan.engine)
-    if found != (engine.distributed_type if plan.world_size > 1 else engine.distributed_type_alone):
+    engine = engine_of(plan.sharing.engine)
+    if found != (engine.distributed_type if processes > 1 else engine.distributed_type_alone):
         started = next((engine for engine in ENGINES if engine.distributed_type == found), None)
         override = f"add the override parallel.engine={started.name}, or " if started else ""
         raise LaunchError(
             f"the launcher started {started.label if started else found}, but the plan is for engine "
-            f"{plan.engine}: {override}launch with another file from configs/accelerate/"
+            f"{plan.sharing.engine}: {override}launch with another file from configs/accelerate/"
         )
     check_in_force(trainer, plan)
     device = str(accelerator.device)
@@ -63,10 +63,10 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
     model: Any = trainer.model  # not wrapped yet
-    with accelerator.autocast(), engine_of(plan.engine).computing(model):
+    with accelerator.autocast(), engine_of(plan.sharing.engine).computing(model):
         check_causal(model, accelerator.device)
         check_head(model, accelerator.device)
-        if plan.padding_free:
+        if plan.rows.joined:
             check_isolation(model, plan, accelerator.device)
         if part:
             check_divided(model, part, accelerator.device)
@@ -78,10 +78,10 @@ def check_in_force(trainer: Trainer, plan: Plan) -> None:
     """Raises a LaunchError if the libraries made another precision, compiling or accumulation of the plan."""
     accelerator = trainer.accelerator
     planned = {
-        "mixed precision": (plan.mixed_precision, accelerator.mixed_precision),
+        "mixed precision": (plan.precision.autocast, accelerator.mixed_precision),
         "torch.compile": ("NO", accelerator.state.dynamo_plugin.backend.value),
         "gradient accumulation": (
-            plan.gradient_accumulation_steps,
+            plan.batch.accumulation,
             trainer.args.gradient_accumulation_steps * accelerator.gradient_accumulation_steps,
         ),
     }
@@ -105,7 +105,7 @@ def _weights_held(model: Any) -> list[str]:
 def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -> None:
     """Prints what runs where and how, as the libraries have it, before the first step."""
     accelerator = trainer.accelerator
-    words = "tokens" if plan.packing else "sequences"
+    words = "tokens" if plan.rows.packing else "sequences"
     ignored = os.environ.get(IGNORED_VARIABLE, "").replace(",", ", ")
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
@@ -115,14 +115,15 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         f"Mixed precision: {accelerator.mixed_precision}",
         *([f"Ignored: {ignored}, since config and plan decide"] if ignored else []),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
-        f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
+        f"Effective batch: {plan.batch.effective:,} {words} = {plan.batch.micro:,} x "
         f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",
     ]
     console().print("\n".join(f"  {line}" for line in lines), style="dim")
 
 
 def _ranks(plan: Plan, processes: int) -> str:
-    return str(processes) if plan.sequence_ranks == 1 else ranks_text(processes, plan.sequence_ranks)
+    ranks = plan.sharing.sequence_ranks
+    return str(processes) if ranks == 1 else ranks_text(processes, ranks)
 
 
 def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
@@ -208,7 +209,7 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
     positions = torch.arange(n, device=device).repeat(2)[None]
     joined = dict(position_ids=positions, sequence_lengths=[n, n], **bounds)
     if _sees(model, device, place=slice(n, None), other=slice(n), **joined):
-        remedy = "set train.packing=false" if plan.packing else "set train.padding_free=false"
+        remedy = "set train.packing=false" if plan.rows.packing else "set train.padding_free=false"
         raise ConfigError(
             f"{_name(model)} with model.attention={plan.attention}: attention leaks between joined rows; "
             f"{remedy}, which pads them"

@@ -84,7 +84,7 @@ def test_a_plan_that_is_too_large_gives_way_to_a_smaller_one(device, config):
     done = finish(start("probe", *words, **environment_), timeout_s=300)
     assert done.code == 0, done.err
     plan, probe = (done.json[key] for key in ("plan", "probe"))
-    assert plan["plan"]["micro_batch_tokens"] < job.plan.micro_batch_tokens
+    assert plan["plan"]["micro_batch_tokens"] < job.plan.rows.most_tokens
     assert plan["plan"]["effective_batch_size"] == 32 and not probe["ran_out"]
     assert max(probe["phases"].values()) < SHARE * whole.peak_bytes
     assert any("does not fit" in reason for reason in plan["why"])

@@ -22,6 +22,7 @@ from sft_play.model.weights import release_memory
 from sft_play.train import session
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.units import KIB
+from tests.plans import plan_with
 
 
 def anonymous_bytes() -> int:
@@ -65,7 +66,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 def load(job: Job, dtype: str) -> None:
     """Loads a model, makes its trainer, and divides it; leaves parts.<rank>.safetensors and load.<rank>.json."""
-    job = replace(job, plan=replace(job.plan, dtype=dtype))
+    job = replace(job, plan=plan_with(job.plan, dtype=dtype))
     # what is freed goes back to the system, and is no longer counted
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * KIB)
     session.keep_freed_memory = lambda: None

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.conftest import VOCABULARY
 from tests.integration.loading import weights_of
 from tests.integration.processes import launch_jobs
 from tests.jobs import make_job
+from tests.plans import plan_with
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -59,7 +59,7 @@ def whole(request, model, runs):
     """A kind, and the model that one process trains."""
     kind = request.param
     job = make_job(model, runs, f"one-{kind}", mode=kind)
-    return kind, build_model(job.config, replace(job.plan, dtype=KINDS[kind]))
+    return kind, build_model(job.config, plan_with(job.plan, dtype=KINDS[kind]))
 
 
 @pytest.mark.thorough

@@ -57,7 +57,7 @@ def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
     alone = make_job(tiny_model, tmp_path, "alone", **settings)
     train(alone)
     job = make_job(tiny_model, tmp_path, "offloaded", **settings, offload="ram")
-    assert (job.plan.engine, job.plan.offload, job.plan.shards) == ("fsdp2", "ram", 1)
+    assert (job.plan.sharing.engine, job.plan.sharing.offload, job.plan.sharing.shards) == ("fsdp2", "ram", 1)
     with process_group(job):
         model = prepare_session(job).trainer.model
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -84,7 +84,11 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
     alone = make_job(tiny_model, tmp_path, "alone", **settings)
     train(alone)
     job = make_job(tiny_model, tmp_path, "offloaded", **away)
-    assert (job.plan.engine, job.plan.offload, job.plan.shards) == ("deepspeed_z3", "ram", 1)
+    assert (job.plan.sharing.engine, job.plan.sharing.offload, job.plan.sharing.shards) == (
+        "deepspeed_z3",
+        "ram",
+        1,
+    )
     with process_group(job):
         trainer = prepare_session(job).trainer
         arguments = trainer.args.hf_deepspeed_config.config["zero_optimization"]

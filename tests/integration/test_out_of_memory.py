@@ -68,7 +68,7 @@ def goes_on_as_if_nothing_had_happened(model: Path, folder: Path, fail, **settin
     assert summary == read_json(job.run.summary)
     assert summary["effective_batch_size"] == before["effective_batch_size"]
     plan = Plan.from_json(read_json(job.run.plan))
-    assert plan.micro_batch_size == summary["micro_batch_size"]
+    assert plan.batch.micro == summary["micro_batch_size"]
     assert takes_less(job.plan)(plan)
     assert not list(folder.glob("one.*"))
     return summary["out_of_memory"]
@@ -143,7 +143,7 @@ def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
         with pytest.raises(OutOfMemory, match="after 0 steps, memory ran out at micro-batch") as ended:
             train_job(job)
     assert len(began) == 1 + MOST_RECOVERIES and ended.value.exit_code == 4
-    tokens = [(plan.micro_batch_tokens, not plan.recomputes) for plan in began]
+    tokens = [(plan.rows.most_tokens, not plan.activations.recomputes) for plan in began]
     assert tokens == sorted(set(tokens), reverse=True)
 
 
@@ -164,15 +164,15 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
 ):
     settings = dict(batch_size=1, save_steps=2, eval_steps=2, max_steps=4)
     clean = make_job(tiny_model, tmp_path, "clean", **settings)
-    assert not clean.plan.recomputes
+    assert not clean.plan.activations.recomputes
     train(clean)
     fault("forward", 2 * 16 + 5)  # a row of step 3
     job = make_job(tiny_model, tmp_path, "one", **settings)
     summary = train_job(job)
     assert_same_result(job, clean)
     plan = Plan.from_json(read_json(job.run.plan))
-    assert plan.recomputes
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (1, 16)
+    assert plan.activations.recomputes
+    assert (plan.batch.micro, plan.batch.accumulation) == (1, 16)
     assert "going on from the last checkpoint" in summary["out_of_memory"][0]
     assert "activations recomputed" in " ".join(capsys.readouterr().out.split())
 

@@ -121,10 +121,10 @@ def overconfident(job, share: float):
 def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, tmp_path, capsys):
     settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False)
     job, whole = overconfident(make_job(tiny_model, tmp_path, "wrong", **settings), 0.6)
-    assert job.plan.micro_batch_tokens == whole.plan.micro_batch_tokens  # the record promised that it fits
+    assert job.plan.rows.most_tokens == whole.plan.rows.most_tokens  # the record promised that it fits
     summary = train(job)
-    assert summary["micro_batch_tokens"] < job.plan.micro_batch_tokens
-    assert summary["effective_batch_size"] == job.plan.effective_batch_size == 16
+    assert summary["micro_batch_tokens"] < job.plan.rows.most_tokens
+    assert summary["effective_batch_size"] == job.plan.batch.effective == 16
     assert summary["measured_peak_bytes"] <= job.plan.memory.budget_bytes
     assert "planned again" in capsys.readouterr().out
     assert any("did not fit" in w or "does not fit" in w for w in read_json(job.run.plan)["why"])
@@ -149,7 +149,7 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     session, result = proven(job)
     tried = capsys.readouterr().out.count("tried micro-batch")
     assert 1 <= tried <= len(job.plan.alternatives)
-    assert session.job.plan.effective_batch_size == job.plan.effective_batch_size
+    assert session.job.plan.batch.effective == job.plan.batch.effective
     assert result.step_seconds > 0
     speed = read_speed(speed_file(session.job))
     assert speed.timed_lately(job.plan, time.time()) and len(speed.rivals) == 1 + tried
@@ -180,7 +180,7 @@ def test_the_largest_micro_batch_is_the_one_that_was_planned_for(tiny_model, tmp
     job = make_job(tiny_model, tmp_path, "largest", rows=ROWS, batch_size=4, padding_free=padding_free)
     rows = ordered_rows(job)
     largest = rows.dataset[largest_micro_batch(rows.dataset)]
-    assert largest["tokens"] == job.plan.micro_batch_tokens == max(rows.dataset["tokens"])
+    assert largest["tokens"] == job.plan.rows.most_tokens == max(rows.dataset["tokens"])
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
     assert done.code == 0, done.err
     found = json.loads(done.out)
     plan = found["plan"]["plan"]
-    assert plan["micro_batch_tokens"] < job.plan.micro_batch_tokens
+    assert plan["micro_batch_tokens"] < job.plan.rows.most_tokens
     assert plan["effective_batch_size"] == 16 and plan["gradient_accumulation_steps"] > 1
     assert max(found["probe"]["phases"].values()) <= found["plan"]["memory"]["budget_bytes"]
 
@@ -213,7 +213,7 @@ def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tm
     """Once the correction is right, the larger plans are no longer candidates, and the run continues."""
     job = make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search", gradient_checkpointing=False)
     whole = sized(job)
-    smallest = sized(job, accept=lambda plan: plan.micro_batch_size == 2)
+    smallest = sized(job, accept=lambda plan: plan.batch.micro == 2)
     write_value(correction_path(whole, whole.plan), TOO_LOW)
     row = {
         "gradient_accumulation_steps": 1,
@@ -224,11 +224,11 @@ def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tm
     }
     promised = sized(
         job,
-        accept=lambda plan: plan.micro_batch_size == 2,
+        accept=lambda plan: plan.batch.micro == 2,
         budget_bytes=int(1.2 * smallest.plan.memory.peak_bytes),
     )
     session, result = proven(replace(promised, plan=replace(promised.plan, alternatives=(row,))))
-    assert session.job.plan.micro_batch_size == 2 and result.fits(session.job.plan)
+    assert session.job.plan.batch.micro == 2 and result.fits(session.job.plan)
     assert "tried" not in capsys.readouterr().out
 
 

@@ -137,7 +137,7 @@ def test_packed_rows_give_the_loss_of_the_same_rows_unpacked(tiny_model, tmp_pat
     )
     for job in (unpacked, packed):
         train(job)
-    assert packed.plan.steps_per_epoch == unpacked.plan.steps_per_epoch == 1
+    assert packed.plan.schedule.steps_per_epoch == unpacked.plan.schedule.steps_per_epoch == 1
     for ours, theirs in zip(losses(packed), losses(unpacked), strict=True):
         assert_same_values(ours, theirs, summed(32 * 60))
 

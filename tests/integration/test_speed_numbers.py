@@ -9,6 +9,7 @@ from sft_play.runlog import read_metrics
 from sft_play.train.run import train
 from sft_play.train.session import flops_share
 from tests.jobs import make_job
+from tests.plans import plan_with
 
 
 @pytest.mark.thorough
@@ -20,14 +21,14 @@ def test_a_run_says_how_long_it_waited_for_data_and_no_mfu_without_a_known_peak(
     assert logged[0]["speed/data_wait"] is None and 0 < logged[-1]["speed/data_wait"] < 0.5
     assert all(record["speed/mfu"] is None for record in logged)
     rows = logged[-1]["speed/samples_per_second"] * logged[-1]["speed/step_seconds"]
-    assert rows == pytest.approx(job.plan.effective_batch_size)
+    assert rows == pytest.approx(job.plan.batch.effective)
 
 
 def test_the_share_of_the_peak_is_that_of_the_usual_formula(tiny_model, tmp_path):
     job = make_job(tiny_model, tmp_path, "peak", mode="full")
     machine = what_if("H100 80GB", 2)
     one, two = (
-        flops_share(replace(job, machine=machine, plan=replace(job.plan, device="cuda", world_size=count)))
+        flops_share(replace(job, machine=machine, plan=plan_with(job.plan, device="cuda", world_size=count)))
         for count in (1, 2)
     )
     parameters = job.architecture.vocab_size * job.architecture.hidden_size  # the head alone: a lower bound

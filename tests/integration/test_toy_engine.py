@@ -30,7 +30,7 @@ def test_a_toy_engine_is_planned(tiny_model, tmp_path, monkeypatch):
     facts = DataFacts.of(alone.data, alone.config)
     architecture = Architecture.of(alone.architecture)
     plan = fastest_plan(Request(alone.config, architecture, facts, what_if("RTX 4090", 2), 2))
-    assert plan.engine == "toy" and plan.memory.terms["engine"] >= BUFFER
+    assert plan.sharing.engine == "toy" and plan.memory.terms["engine"] >= BUFFER
     assert any("Toy over 2 processes: keeps a buffer" in reason for reason in plan.why)
 
 

@@ -18,7 +18,7 @@ def favour(accumulation: int) -> None:
     from sft_play.train import probe
 
     def seconds(session: Any, *_: Any) -> float:
-        return 0.01 if session.job.plan.gradient_accumulation_steps == accumulation else 0.1
+        return 0.01 if session.job.plan.batch.accumulation == accumulation else 0.1
 
     probe._average_step = seconds
 
@@ -31,7 +31,7 @@ def fail(fault: str, accumulation: int) -> None:
     run = probe._run
 
     def failing(session: Any, *given: Any) -> None:
-        if session.job.plan.gradient_accumulation_steps == accumulation:
+        if session.job.plan.batch.accumulation == accumulation:
             run_out() if fault == "memory" else os.kill(os.getpid(), signal.SIGKILL)
         run(session, *given)
 

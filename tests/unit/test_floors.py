@@ -18,7 +18,7 @@ FLOORS = [
     ["spelling", "secrets"],
     ["__init__", "errors", "extras", "fingerprints", "resources", "units"],
     ["files"],
-    ["choices", "rows"],
+    ["choices", "parts", "rows"],
     ["config", "cache", "manifest"],
     ["plan", "runlog", "ui", "work"],
     ["reasons", "timeline", "upstream"],

@@ -13,12 +13,13 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory
 from sft_play.runlog import RunDir
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
 def plan(budget: int, **changes) -> dict:
     memory = Memory(budget_bytes=budget, peak_bytes=1, peak_phase="forward", phases={"forward": 1}, terms={})
-    return replace(PLAN, memory=memory, **changes).to_json()
+    return plan_with(PLAN, memory=memory, **changes).to_json()
 
 
 def job(cache: Path, *, output: str = "runs", rate: float = 1e-4, rows: str = "abc") -> Job:
@@ -46,7 +47,7 @@ def test_one_process_keeps_the_run_directory_and_one_on_each_machine_without_a_s
 
 def test_the_plan_of_the_one_with_the_least_memory_is_everybodys():
     chosen = agreed_plan([("same", plan(300)), ("same", plan(100, micro_batch_size=2)), ("same", plan(200))])
-    assert (chosen.memory.budget_bytes, chosen.micro_batch_size) == (100, 2)
+    assert (chosen.memory.budget_bytes, chosen.batch.micro) == (100, 2)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from benchmarks import throughput, throughput_sides
 from benchmarks.throughput import QUICK, make_rows, measure_side
 from benchmarks.throughput_sides import SIDES, summary
+from sft_play.choices.kernels import Option
 
 CPU = torch.device("cpu")
 LORA = QUICK[0]
@@ -71,8 +72,7 @@ def test_a_choice_is_compared_with_ours():
 
 def test_a_choice_is_a_side_only_where_it_runs_and_the_others_say_why(monkeypatch):
     assert throughput_sides.sides("cpu", "full") == (*SIDES, "compiled", "adamw_8bit")
-    for package in (throughput_sides.liger, throughput_sides.float8):
-        monkeypatch.setattr(package, "is_installed", lambda: False)
+    monkeypatch.setattr(Option, "is_installed", lambda row: False)
     monkeypatch.setattr(throughput_sides, "is_installed", lambda row: "kernels" in row.modules)
     assert throughput_sides.left_out("cuda", (9, 0)) == {
         "liger": "run `make install EXTRAS=liger`",
@@ -80,8 +80,7 @@ def test_a_choice_is_a_side_only_where_it_runs_and_the_others_say_why(monkeypatc
         "flash_attention_2": "needs a package that has flash_attn",
     }
     assert throughput_sides.left_out("cuda", (8, 0))["float8"] == "has no kernels for this GPU"
-    for package in (throughput_sides.liger, throughput_sides.float8):
-        monkeypatch.setattr(package, "is_installed", lambda: True)
+    monkeypatch.setattr(Option, "is_installed", lambda row: True)
     assert throughput_sides.sides("cuda", "full", (9, 0)) == (
         *SIDES, "liger", "compiled", "float8", "flash_attention_3", "adamw_8bit",
     )  # fmt: skip

@@ -34,7 +34,7 @@ def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resol
 @pytest.mark.thorough
 def test_a_run_that_ends_without_answers_does_not_look_for_the_pattern(resolved):
     with opened_job(resolved(answer_pattern="####", generate=False), 1) as job:
-        assert job.plan.world_size == 1
+        assert job.plan.sharing.world_size == 1
 
 
 def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved, monkeypatch, capsys):

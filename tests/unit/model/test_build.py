@@ -1,7 +1,6 @@
 """A model as it is built: FSDP2's is that of one process, buffers too, and adapters change no output at first."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from sft_play.engines.stored import put_to_use
 from sft_play.model.build import build_model
 from tests.conftest import VOCABULARY
 from tests.jobs import make_job
+from tests.plans import plan_with
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_a_model_to_divide_is_that_of_one_process(request, tmp_path, kind, mode)
     folder = request.getfixturevalue("gemma" if kind == "gemma" else "tiny_model")
     job = make_job(folder, tmp_path, "run", mode=mode)
     alone, divided = (
-        build_model(job.config, replace(job.plan, dtype="float32", engine=engine))
+        build_model(job.config, plan_with(job.plan, dtype="float32", engine=engine))
         for engine in ("none", "fsdp2")
     )
     for parameter in divided.parameters():
@@ -47,7 +47,7 @@ def test_a_model_to_divide_is_that_of_one_process(request, tmp_path, kind, mode)
 def test_an_adapter_changes_no_output_before_it_is_trained(tiny_model, tmp_path, init, engine):
     """PiSSA and OLoRA take out of the base what the adapter adds."""
     job = make_job(tiny_model, tmp_path, "run", lora={"init": init})
-    adapted = build_model(job.config, replace(job.plan, dtype="float32", engine=engine))
+    adapted = build_model(job.config, plan_with(job.plan, dtype="float32", engine=engine))
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     tokens = torch.arange(40)[None]
     with torch.no_grad():

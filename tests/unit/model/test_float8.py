@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.small_models import WIDE, small_config
+from sft_play.choices.kernels import FLOAT8
 from sft_play.errors import ConfigError
 from sft_play.model import float8
 from tests.packages import needs_torchao
@@ -116,13 +117,13 @@ def test_products_have_the_shapes_that_kernels_of_gpus_ask_for(models, monkeypat
 def test_devices_without_such_products_are_named_with_those_that_have_them(device, name, capability, found):
     said = rf"8.9 \(Ada\), 9.0 \(Hopper\) or 10.x .*, and this is {found}; set train.float8=false$"
     with pytest.raises(ConfigError, match=said):
-        float8.require_runnable(device, name, capability, here=False)
+        FLOAT8.require_runnable(device, capability, name=name, here=False)
 
 
 def test_the_missing_package_is_named_with_what_installs_it(monkeypatch):
-    monkeypatch.setattr(float8, "is_installed", lambda: False)
-    monkeypatch.setattr(float8, "install_command", "install {}".format)
+    monkeypatch.setattr("sft_play.choices.kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("sft_play.choices.kernels.install_command", "install {}".format)
     for capability in ((8, 9), (9, 0), (10, 3), None):
-        float8.require_runnable("cuda", "a GPU", capability, here=False)
+        FLOAT8.require_runnable("cuda", capability, here=False)
         with pytest.raises(ConfigError, match="torchao, .* run `install float8`, or set train.float8=false$"):
-            float8.require_runnable("cuda", "a GPU", capability, here=True)
+            FLOAT8.require_runnable("cuda", capability, here=True)

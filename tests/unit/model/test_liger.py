@@ -1,7 +1,6 @@
 """Liger's kernels compute what ours do, and allocate what the trace says; by Triton's interpreter."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +10,15 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base
 from benchmarks.small_models import TALL, small_config
+from sft_play.choices.kernels import LIGER
 from sft_play.errors import ConfigError
 from sft_play.model import layer_forward, liger
 from sft_play.model.build import build_model
-from sft_play.sizing import liger_kernels
 from sft_play.sizing.model_facts import module_facts
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.upstream.patching import patched
 from tests.jobs import make_job
+from tests.plans import plan_with
 from tests.triton import interpreted, needs_triton
 
 TOKENS, HEADS, GROUPS = 5, 4, 2
@@ -196,7 +196,7 @@ def test_stand_ins_allocate_what_the_kernels_do(dtype):
     (heads, angles), normed = heads_of(64, dtype), norm_inputs(512, dtype)
     wide = [each.float() for each in angles]
     norms, rotations, gates, gelu_gates = (
-        [getattr(place, name) for place in (liger, liger_kernels)] for name in liger.KERNELS
+        [getattr(liger, name), stand_in] for name, stand_in in liger.STAND_INS.items()
     )
     cases = {
         "norm": (norms, normed, (), _normed),
@@ -218,31 +218,31 @@ def test_stand_ins_allocate_what_the_kernels_do(dtype):
     for name, ((kernel, stand_in), inputs, frozen, call) in cases.items():
         with (
             patched(GridExecutor, "__call__", lambda *args, **kwargs: None),
-            patched(liger_kernels, "MULTIPROCESSORS", 1),
+            patched(liger, "MULTIPROCESSORS", 1),
         ):
             found, expected = (allocated(call(each), inputs, frozen) for each in (stand_in, kernel))
         assert found == expected, name
 
 
-@pytest.mark.parametrize("name", liger.EXAMPLES)
+@pytest.mark.parametrize("name", LIGER.examples)
 def test_named_architectures_have_modules_that_are_replaced(name):
-    assert module_facts(miniature(name)).liger_modules > 0
+    assert module_facts(miniature(name)).served["liger"] > 0
 
 
 def test_an_architecture_without_such_modules_is_refused():
     with pytest.raises(
         ConfigError, match=r"none of gpt2's modules.*llama, mistral.*allowed for it: auto, own"
     ):
-        liger.require_modules("gpt2", module_facts(miniature("gpt2")).liger_modules)
+        LIGER.require_modules("gpt2", module_facts(miniature("gpt2")).served["liger"])
 
 
 def test_what_cannot_run_is_refused_with_what_can():
-    with pytest.raises(ConfigError, match=r"the CPU cannot run.*allowed here: auto, own"):
-        liger.require_runnable("cpu", None, here=True)
-    with pytest.raises(ConfigError, match=r"capability 6\.1 cannot run"):
-        liger.require_runnable("cuda", (6, 1), here=False)
-    liger.require_runnable("cuda", (8, 0), here=False)
-    liger.require_runnable("cuda", None, here=False)
+    with pytest.raises(ConfigError, match=r"7.0 or newer, .*, and this is the CPU; set train.kernels=auto"):
+        LIGER.require_runnable("cpu", None, here=True)
+    with pytest.raises(ConfigError, match=r"this is a GPU \(6\.1\)"):
+        LIGER.require_runnable("cuda", (6, 1), here=False)
+    LIGER.require_runnable("cuda", (8, 0), here=False)
+    LIGER.require_runnable("cuda", None, here=False)
 
 
 @needs_triton
@@ -250,14 +250,14 @@ def test_what_cannot_run_is_refused_with_what_can():
 def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_path, monkeypatch, mode):
     """They take the places of our own passes, which a base gets while it is loaded, and below adapters too."""
     calls = Counter()
-    for name in liger.KERNELS:
+    for name in liger.STAND_INS:
         kernel = getattr(liger, name)
         monkeypatch.setattr(liger, name, lambda *args, f=kernel, n=name: calls.update([n]) or f(*args))
 
     def step_of(kernels):
         lora = {"init": "pissa"} if mode == "lora" else None  # which starts with gradients for A too
         job = make_job(tiny_model, tmp_path, kernels, mode=mode, kernels=kernels, lora=lora)
-        model = build_model(job.config, replace(job.plan, dtype="float32")).train()
+        model = build_model(job.config, plan_with(job.plan, dtype="float32")).train()
         ids = torch.arange(18).view(2, 9) * 5
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -274,7 +274,7 @@ def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_pa
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    monkeypatch.setattr("sft_play.choices.kernels.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"liger-kernel and triton, which are not installed"):
-        liger.require_runnable("cuda", (9, 0), here=True)
-    liger.require_runnable("cuda", (9, 0), here=False)  # a plan for another machine
+        LIGER.require_runnable("cuda", (9, 0), here=True)
+    LIGER.require_runnable("cuda", (9, 0), here=False)  # a plan for another machine

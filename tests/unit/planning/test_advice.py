@@ -54,7 +54,7 @@ def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
     assert {"train.gradient_checkpointing": "auto"} in [change.settings for change in found]
     assert {"train.batch_size": "auto"} in [change.settings for change in found]
     for change in found:
-        if change.plan.world_size == asked.processes:
+        if change.plan.sharing.world_size == asked.processes:
             again = fastest_plan(asked.changed(change.settings), explain=False)
             assert again == change.plan and change.plan.memory.fits
 
@@ -142,7 +142,7 @@ def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
 @pytest.mark.thorough
 def test_more_gpus_come_with_the_batch_that_they_need():
     asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
-    more = [change for change in advise(asked) if change.plan.world_size > 1]
+    more = [change for change in advise(asked) if change.plan.sharing.world_size > 1]
     for change in more:
         assert isinstance(change, Change) and change.plan.memory.process_bytes < 0.42 * GIB
-        assert change.settings == {"train.effective_batch_size": change.plan.effective_batch_size}
+        assert change.settings == {"train.effective_batch_size": change.plan.batch.effective}

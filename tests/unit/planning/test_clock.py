@@ -16,6 +16,7 @@ from sft_play.planning.speed import host_link
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import PaddedRows, StepSpec
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 LARGE = Architecture.of(
@@ -64,17 +65,18 @@ def test_inputs_in_ram_take_the_time_of_their_way_over_the_link():
     run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "d"}})
     rows = np.full(8, 1024)
     facts = DataFacts(rows, rows, 1024, 1024, 1024.0**2, seed=0)
-    plan = replace(
+    plan = plan_with(
         PLAN, micro_batch_tokens=2048, max_seq_len=1024, sequence_tokens=1024, device="cuda", dtype="bfloat16",
         mixed_precision="bf16", attention="varlen_sdpa", gradient_accumulation_steps=4,
         compute_capability=(8, 9),
     )  # fmt: skip
     machine = what_if("RTX 4090", 1)
     seconds = plan_clock(Request(run, LARGE, facts, machine, 1))
-    here, away = (seconds(run, replace(plan, activations=way)) for way in ("recompute", "offload"))
+    here, away = (seconds(run, plan_with(plan, activations=way)) for way in ("recompute", "offload"))
     copied = 2 * 32 * 2 * 1024 * 4096 * 2  # bytes of a micro-batch
     assert away - here == pytest.approx(4 * copied / host_link(machine), rel=0.05)
     unknown = replace(machine, gpus=tuple(replace(gpu, link=None) for gpu in machine.gpus))
     assert (
-        plan_clock(Request(run, LARGE, facts, unknown, 1))(run, replace(plan, activations="offload")) is None
+        plan_clock(Request(run, LARGE, facts, unknown, 1))(run, plan_with(plan, activations="offload"))
+        is None
     )

@@ -13,6 +13,7 @@ from sft_play.planning.profile import Curve
 from sft_play.planning.speed import Collectives, read_collectives, write_collectives
 from sft_play.units import GIB, MIB
 from sft_play.work import ALL_GATHER, ALL_REDUCE, BYTES, PRODUCT, REDUCE_SCATTER
+from tests.plans import plan_with
 from tests.unit.sizing.handmade import NO_WORK
 from tests.unit.train.plans import PLAN
 
@@ -29,7 +30,7 @@ def trains(gradient_bytes):
 
 def accumulating(micro_batches, **changes):
     """A plan with so many micro-batches per step of each process."""
-    return replace(PLAN, gradient_accumulation_steps=micro_batches, **changes)
+    return plan_with(PLAN, gradient_accumulation_steps=micro_batches, **changes)
 
 
 MEASURED = Collectives(

@@ -85,7 +85,7 @@ def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dt
 def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
     old = Device(kind="cuda", name="P100", bf16=False, compute_capability=(6, 0))
     with pytest.raises(
-        ConfigError, match=r"7.0 and newer, and this is P100 \(6.0\); set train.compile=false"
+        ConfigError, match=r"7.0 or newer, .*, and this is P100 \(6.0\); set train.compile=false"
     ):
         require_compiler(config_of(), old, here=False)
     cpu = Device(kind="cpu", name="CPU", bf16=True)
@@ -203,6 +203,6 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
 def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
     machine = what_if("RTX 4090", 2)
     plan = planned(config_of(tuning={"mode": "full"}), machine, processes=2)
-    assert plan.engine == "ddp" and plan.offload == "none"
+    assert plan.sharing.engine == "ddp" and plan.sharing.offload == "none"
     assert {row["engine"] for row in plan.alternatives} <= {"ddp"}
     assert "offload" not in {row.get("activations") for row in plan.alternatives}

@@ -102,7 +102,7 @@ def test_the_longest_row_fits_and_the_next_multiple_does_not():
     """By the plans that a run of such rows gets."""
     asked = request(config(batch_size=1, gradient_checkpointing=True), architecture(10**6))
     found = longest_row(asked, None)
-    assert found.limit == "memory" and found.longest == found.plan.max_seq_len > 10 * GRAIN
+    assert found.limit == "memory" and found.longest == found.plan.rows.max_seq_len > 10 * GRAIN
     assert found.plan.memory.fits
 
     def micro_batch(tokens: int) -> int:
@@ -126,7 +126,7 @@ def test_a_model_that_is_too_large_without_any_row_is_traced_once(tmp_path, monk
 def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
     found = longest_row(request(config(), architecture(4096)), 1000)
     assert (found.longest, found.limit) == (4096, "positions")
-    assert found.fits and found.plan.max_seq_len == 1000 and found.tokens_per_second > 0
+    assert found.fits and found.plan.rows.max_seq_len == 1000 and found.tokens_per_second > 0
 
 
 @pytest.mark.slow

@@ -39,16 +39,12 @@ def plan_of(world_size: int = 1, rows: int = 100, engine: str = "auto", **train)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_effective_batch_stays_what_was_asked_on_any_number_of_processes(world_size):
     plan = plan_of(world_size, effective_batch_size=32)
-    assert (
-        plan.micro_batch_size * plan.gradient_accumulation_steps * world_size
-        == plan.effective_batch_size
-        == 32
-    )
+    assert plan.batch.micro * plan.batch.accumulation * world_size == plan.batch.effective == 32
 
 
 def test_numbers_given_by_hand_are_taken_and_the_effective_batch_grows():
     plan = plan_of(4, batch_size=2, grad_accum=3)
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.effective_batch_size) == (2, 3, 24)
+    assert (plan.batch.micro, plan.batch.accumulation, plan.batch.effective) == (2, 3, 24)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,7 @@ def test_numbers_given_by_hand_are_taken_and_the_effective_batch_grows():
 )
 def test_one_number_given_by_hand_makes_the_other_follow(given, micro, accumulation):
     plan = plan_of(2, effective_batch_size=32, **given)
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (micro, accumulation)
+    assert (plan.batch.micro, plan.batch.accumulation) == (micro, accumulation)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_contradicting_batch_sizes_are_refused_with_the_nearest_valid_ones(world
 
 def test_packed_batches_count_tokens():
     plan = plan_of(2, packing=True, effective_batch_size=1024, batch_size=256)
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.effective_batch_size) == (
+    assert (plan.batch.micro, plan.batch.accumulation, plan.batch.effective) == (
         256,
         2,
         1024,
@@ -103,7 +99,7 @@ def test_every_split_of_the_batch_is_offered_smallest_first():
 @pytest.mark.parametrize("world_size", [3, 5, 7, 16])
 def test_the_effective_batch_need_not_be_divisible_by_the_processes(world_size):
     plan = plan_of(world_size)
-    assert plan.effective_batch_size == plan.rows_per_step == 16
+    assert plan.batch.effective == plan.rows_per_step == 16
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1e-4), ("sqrt", 2e-4), ("linear", 4e-4)])
@@ -173,7 +169,7 @@ def test_an_engine_that_joins_what_is_trained_needs_it_in_one_type(mode, engine)
         drafts = draft_plans(
             run, device=AMPERE, world_size=2, rows=99, max_seq_len=128, attention="varlen_sdpa"
         )
-        return {draft.engine for draft in drafts}
+        return {draft.sharing.engine for draft in drafts}
 
     usual = engines(mixed_precision="bf16")
     assert engines(dtype="float32") == usual and (engine == "auto" or usual == {engine})
@@ -190,9 +186,11 @@ def test_plan_survives_json():
     plan = replace(plan_of(2, engine="deepspeed_z2"), why=("a reason", "another"))
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     older = json.loads(json.dumps(plan.to_json()))
-    assert older["plan"].pop("activations") == plan.activations and older["plan"].pop("kept_layers") == 0
+    assert (
+        older["plan"].pop("activations") == plan.activations.policy and older["plan"].pop("kept_layers") == 0
+    )
     assert Plan.from_json(older) == plan  # as plans were written before
-    assert plan.engine == "deepspeed_z2"
+    assert plan.sharing.engine == "deepspeed_z2"
 
 
 def offloaded(device: Device, engine: str = "auto", **train) -> list[Plan]:
@@ -240,4 +238,6 @@ def test_offloading_to_disk_says_what_works_instead():
 def test_one_process_offloads_with_an_engine_that_divides():
     for asked, engine in (("auto", "fsdp2"), ("fsdp2", "fsdp2"), ("deepspeed_z3", "deepspeed_z3")):
         found = offloaded(CPU, engine=asked)
-        assert {(draft.engine, draft.offload, draft.world_size) for draft in found} == {(engine, "ram", 1)}
+        assert {
+            (draft.sharing.engine, draft.sharing.offload, draft.sharing.world_size) for draft in found
+        } == {(engine, "ram", 1)}

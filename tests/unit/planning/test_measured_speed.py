@@ -16,12 +16,13 @@ from sft_play.planning.measured_speed import (
     write_times,
 )
 from sft_play.planning.profile import derived_from_data_sheet
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 CONFIG = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
 TOKENS = 500.0  # of a step
-SMALL, LARGE = (replace(PLAN, micro_batch_tokens=tokens) for tokens in (1000, 4000))
-RECOMPUTING = replace(LARGE, activations="recompute")
+SMALL, LARGE = (plan_with(PLAN, micro_batch_tokens=tokens) for tokens in (1000, 4000))
+RECOMPUTING = plan_with(LARGE, activations="recompute")
 PREDICTED = {SMALL: 2.0, LARGE: 1.9, RECOMPUTING: 2.6}
 MONDAY = 1.8e9
 
@@ -102,8 +103,8 @@ def test_what_was_timed_in_an_earlier_run_is_compared_through_what_both_have_tim
 
 def test_a_comparison_that_has_no_plan_in_common_replaces_an_earlier_one(path):
     keep(path, MONDAY, small=2.0, large=3.8)
-    other = replace(SMALL, micro_batch_tokens=2000, profile_seconds=2.0)
-    times = [Timing.of(plan, 2.0, 0.004) for plan in (other, replace(other, micro_batch_tokens=3000))]
+    other = plan_with(SMALL, micro_batch_tokens=2000, profile_seconds=2.0)
+    times = [Timing.of(plan, 2.0, 0.004) for plan in (other, plan_with(other, micro_batch_tokens=3000))]
     write_times(path, times, lambda: MONDAY)
     assert len(read_speed(path).rivals) == 2 and chosen(path) == LARGE
 
@@ -111,7 +112,7 @@ def test_a_comparison_that_has_no_plan_in_common_replaces_an_earlier_one(path):
 @pytest.mark.parametrize(("tokens", "alike"), [(985, True), (1015, True), (970, False), (1100, False)])
 def test_micro_batches_with_about_as_many_tokens_are_alike(path, tokens, alike):
     keep(path, MONDAY, small=4.0, large=1.9)  # ratios 2 and 1, of which the mean is the square root of 2
-    near = replace(SMALL, micro_batch_tokens=tokens)
+    near = plan_with(SMALL, micro_batch_tokens=tokens)
     speed = read_speed(path, lambda: MONDAY)
     assert speed.seconds(near, TOKENS, 2.0) == pytest.approx(4.0 if alike else 2.0 * 2**0.5)
 
@@ -150,9 +151,9 @@ def test_plans_that_a_run_may_have_instead_share_a_file_and_what_changes_predict
     profile = derived_from_data_sheet("this one", "cpu", 1e11, 1e10)
     about = "{}", "card", CONFIG
     path = speed_path(*about, SMALL, profile)
-    others = (LARGE, RECOMPUTING, replace(SMALL, engine="ddp", defers_exchange=True, kept_layers=3))
+    others = (LARGE, RECOMPUTING, plan_with(SMALL, engine="ddp", defers_exchange=True, kept_layers=3))
     assert {speed_path(*about, plan, profile) for plan in others} == {path}
-    assert speed_path(*about, replace(SMALL, world_size=2), profile) != path
+    assert speed_path(*about, plan_with(SMALL, world_size=2), profile) != path
     assert speed_path(*about, SMALL, replace(profile, call_forward_s=1.0)) != path
     assert speed_path(*about, SMALL, None) != path
     predicted = replace(SMALL, profile_seconds=2.0)

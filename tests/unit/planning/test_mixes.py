@@ -8,9 +8,10 @@ import pytest
 
 from sft_play.plan import Memory, Plan
 from sft_play.planning.mixes import mixes
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
-RECOMPUTING = replace(PLAN, activations="recompute", kept_layers=0, mlp_tiles=1)
+RECOMPUTING = plan_with(PLAN, activations="recompute", kept_layers=0, mlp_tiles=1)
 
 
 def most_kept(bytes_of_layers: list[int], budget: int, below: float = 2.0) -> tuple[int, int]:
@@ -18,15 +19,17 @@ def most_kept(bytes_of_layers: list[int], budget: int, below: float = 2.0) -> tu
     taken, asked = [0, *accumulate(bytes_of_layers)], list[int]()
 
     def memory_of(plan: Plan) -> Memory:
-        asked.append(plan.kept_layers)
-        return Memory(budget_bytes=budget, peak_bytes=taken[plan.kept_layers], peak_phase="backward")
+        asked.append(plan.activations.kept_layers)
+        return Memory(
+            budget_bytes=budget, peak_bytes=taken[plan.activations.kept_layers], peak_phase="backward"
+        )
 
     def seconds_of(plan: Plan) -> float:
-        return 1 + plan.recomputes - plan.kept_layers / 1000
+        return 1 + plan.activations.recomputes - plan.activations.kept_layers / 1000
 
     start = replace(RECOMPUTING, memory=memory_of(RECOMPUTING))
     found = mixes([start], len(bytes_of_layers), memory_of, seconds_of, below=below, by=0.99)
-    return (found[0].kept_layers if found else 0), len(asked) - 1
+    return (found[0].activations.kept_layers if found else 0), len(asked) - 1
 
 
 @pytest.mark.parametrize("seed", range(20))

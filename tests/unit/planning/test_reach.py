@@ -51,9 +51,9 @@ def test_what_is_left_out_would_not_have_fit(mode):
 
 def test_those_that_hold_least_stay_whatever_the_budget():
     every = drafts(run("full"))
-    assert len({(plan.engine, plan.replicas) for plan in every}) == 4
+    assert len({(plan.sharing.engine, plan.sharing.replicas) for plan in every}) == 4
     kept, why = within_reach(run("full"), MODEL, every, 0)
-    assert {(plan.engine, plan.replicas) for plan in kept} == {("fsdp2", 1)}
+    assert {(plan.sharing.engine, plan.sharing.replicas) for plan in kept} == {("fsdp2", 1)}
     assert [type(reason) for reason in why] == [WeightsAlone]
     assert why[0].engines == "DDP, ZeRO-2, FSDP2 hybrid"
     asked = drafts(run("full", "ddp"))

@@ -1,7 +1,6 @@
 """A run that goes on is planned as it began."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.resumed import earlier_plan, resumed_plan
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.corrections import record_path, write_ran_out
+from tests.plans import plan_with
 
 LLAMA = Architecture.of(
     LlamaConfig(
@@ -47,12 +47,11 @@ def freely():
 def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan():
     kept = {"gradient_checkpointing": False}
     began = fastest_plan(request(config("fsdp2", batch_size=2, **kept)))
-    began = replace(began, defers_exchange=not began.defers_exchange)
+    began = plan_with(began, defers_exchange=not began.defers_exchange)
     freely = fastest_plan(request(config("fsdp2", **kept)))
-    assert began.micro_batch_size != freely.micro_batch_size
+    assert began.batch.micro != freely.batch.micro
     plan = resumed_plan(request(config("fsdp2", **kept)), began)
-    same = ("micro_batch_size", "gradient_accumulation_steps", "defers_exchange", "reshard_after_forward")
-    assert all(getattr(plan, name) == getattr(began, name) for name in same) and plan.memory.fits
+    assert (plan.batch, plan.sharing) == (began.batch, began.sharing) and plan.memory.fits
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan
     ],
 )
 def test_another_number_of_processes_engine_or_type_is_planned_anew(freely, run, changes):
-    assert resumed_plan(request(run), replace(freely, **changes)) is None
+    assert resumed_plan(request(run), plan_with(freely, **changes)) is None
 
 
 def test_what_the_config_says_now_comes_first(freely):

@@ -30,6 +30,7 @@ from sft_play.sizing.budget import guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
+from tests.plans import plan_with
 from tests.unit.report.test_plan import screen
 from tests.unit.train.plans import PLAN
 
@@ -107,11 +108,11 @@ def test_the_largest_micro_batch_of_a_run_is_known_before_it_starts(tmp_path):
 
 def test_evaluation_batches_are_as_large_as_the_token_budget(tmp_path):
     found = facts([(10, 8), (40, 20)], tmp_path, val=[25, 30, 8])
-    plan = replace(PLAN, micro_batch_tokens=40, micro_batch_size=2, effective_batch_size=2)
+    plan = plan_with(PLAN, micro_batch_tokens=40, micro_batch_size=2, effective_batch_size=2)
     assert evaluated(found, plan) == [JoinedRows(38), JoinedRows(25)]
     # a long row has a batch of its own
-    assert evaluated(found, replace(plan, micro_batch_tokens=20)) == [JoinedRows(n) for n in (30, 25, 8)]
-    padded = replace(plan, padding_free=False, gradient_accumulation_steps=1)
+    assert evaluated(found, plan_with(plan, micro_batch_tokens=20)) == [JoinedRows(n) for n in (30, 25, 8)]
+    padded = plan_with(plan, padding_free=False, gradient_accumulation_steps=1)
     assert evaluated(found, padded) == [PaddedRows(2, 32), PaddedRows(1, 8)]
     assert evaluated(facts([(10, 8)], tmp_path), plan) == []
 
@@ -126,14 +127,14 @@ def test_the_micro_batches_that_may_need_most_have_the_rows_of_the_run(tmp_path)
     found = facts([(10, 8), (40, 20), (12, 2), (30, 9)], tmp_path)
     two = dict(effective_batch_size=4, micro_batch_size=2, total_steps=1)
     tokens, supervised = found.largest_micro_batch(split(2), 1, 64, True)
-    plan = replace(PLAN, **two, gradient_accumulation_steps=2, micro_batch_tokens=tokens)
+    plan = plan_with(PLAN, **two, gradient_accumulation_steps=2, micro_batch_tokens=tokens)
     train = found.batches_of(plan, 64).train
     assert {each.first for each in train} == {True, False}
     assert sorted(length for each in train for length in each.lengths) == [10, 12, 30, 40]
     assert all(sum(each.lengths) == each.tokens for each in train)
     assert max(each.supervised for each in train) == supervised
-    assert found.batches_of(replace(plan, micro_batch_tokens=tokens + 1), 64).train == ()
-    whole = replace(plan, gradient_accumulation_steps=1, micro_batch_tokens=92)
+    assert found.batches_of(plan_with(plan, micro_batch_tokens=tokens + 1), 64).train == ()
+    whole = plan_with(plan, gradient_accumulation_steps=1, micro_batch_tokens=92)
     assert [(each.tokens, each.supervised, each.first) for each in found.batches_of(whole, 64).train] == [
         (92, 39, False)
     ]
@@ -377,7 +378,7 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     """A plan that the search takes for roomy is dropped if its replay shows that it does not fit."""
     budget = 4 * GIB
     first = planned(run(memory_gib=4), what_if("T4"))
-    largest = first.micro_batch_tokens
+    largest = first.rows.most_tokens
     whole = memory.reserved_bytes
 
     def much_for_the_largest(step, peak_bytes, device, warmup_bytes):
@@ -386,7 +387,7 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
 
     monkeypatch.setattr(memory, "reserved_bytes", much_for_the_largest)
     second = planned(run(memory_gib=4), what_if("T4"))
-    assert second.micro_batch_tokens < largest
+    assert second.rows.most_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
 
 
@@ -424,7 +425,7 @@ def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tri
     for free_gib in (15, 16, 16.5):
         later = replace(CPU, host=replace(HOST, ram_free_bytes=int(free_gib * GIB)))
         again, smaller = planned(fixed, later), planned(auto, later)
-        assert (again.micro_batch_size, smaller.micro_batch_size) == (4, 2)
+        assert (again.batch.micro, smaller.batch.micro) == (4, 2)
         assert again.memory.phases == before.memory.phases
         assert any("so this one is tried again" in reason for reason in again.why)
         assert any("memory ran out with" in reason for reason in smaller.why)

@@ -20,6 +20,7 @@ from sft_play.reasons.choices import (
 )
 from sft_play.reasons.method import MasterWeights
 from sft_play.units import GIB
+from tests.plans import plan_with
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
 CPU = Device(kind="cpu", name="CPU", bf16=True)
@@ -43,10 +44,10 @@ def memory_of(
     """Peak = weights + rows x activations; ZeRO-2 partitions `shared` GiB, QLoRA has a third of the base."""
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
-        per_row = (recomputed_row if plan.recomputes else row) * plan.max_seq_len / 1024
+        per_row = (recomputed_row if plan.activations.recomputes else row) * plan.rows.max_seq_len / 1024
         weights = base / 3 if run.tuning.mode == "qlora" else base
-        if plan.engine == "deepspeed_z2":
-            weights -= shared * (1 - 1 / plan.world_size)
+        if plan.sharing.engine == "deepspeed_z2":
+            weights -= shared * (1 - 1 / plan.sharing.world_size)
         terms = {"weights": int(weights * GIB), "activations": int(plan.rows_per_micro_batch * per_row * GIB)}
         return Memory(
             budget_bytes=int(budget_gib * GIB),
@@ -63,8 +64,8 @@ def clock(overhead: float, per_row: float = 1.0):
     """A step's time: accumulation x (overhead + rows), a third more where activations are recomputed."""
 
     def seconds(run, plan) -> float:
-        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.recomputes else 1)
-        return plan.gradient_accumulation_steps * (overhead + work)
+        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.activations.recomputes else 1)
+        return plan.batch.accumulation * (overhead + work)
 
     return seconds
 
@@ -86,29 +87,31 @@ def chosen_because(
 def test_the_effective_batch_is_kept_whatever_fits():
     for budget in (11.5, 15, 20, 40, 200):
         plan = choose(config(), memory_of(budget), clock(0.5))
-        assert plan.micro_batch_size * plan.gradient_accumulation_steps == 32
+        assert plan.batch.micro * plan.batch.accumulation == 32
         assert plan.memory.peak_bytes <= plan.memory.budget_bytes
 
 
 def test_activations_are_kept_when_they_fit_and_recomputed_when_they_do_not():
-    assert not choose(config(), memory_of(40), clock(0.1)).recomputes
+    assert not choose(config(), memory_of(40), clock(0.1)).activations.recomputes
     tight, why = chosen_because(config(), memory_of(13), clock(0.1))
-    assert tight.recomputes and why[Activations] == Activations("recompute", "exceed")
+    assert tight.activations.recomputes and why[Activations] == Activations("recompute", "exceed")
 
 
 def test_the_fastest_is_taken_and_on_a_tie_the_larger_micro_batch():
-    flat, why = chosen_because(config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.recomputes)
-    assert (flat.micro_batch_size, flat.step_seconds) == (32, 1.0)
+    flat, why = chosen_because(
+        config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.activations.recomputes
+    )
+    assert (flat.batch.micro, flat.step_seconds) == (32, 1.0)
     assert why[MicroBatch] == MicroBatch(size=32, timed=True, whole_step=True)
     steep = choose(config(), memory_of(1000), clock(5.0))
-    assert steep.micro_batch_size == 32
+    assert steep.batch.micro == 32
 
 
 def test_a_larger_micro_batch_that_is_slower_is_left():
     plan, why = chosen_because(
-        config(), memory_of(1000), lambda config, plan: 1.0 + abs(plan.micro_batch_size - 8)
+        config(), memory_of(1000), lambda config, plan: 1.0 + abs(plan.batch.micro - 8)
     )
-    assert plan.micro_batch_size == 8 and why[MicroBatch] == MicroBatch(size=8, timed=True, fits=32)
+    assert plan.batch.micro == 8 and why[MicroBatch] == MicroBatch(size=8, timed=True, fits=32)
 
 
 def test_the_reason_for_the_micro_batch_speaks_of_the_plans_in_the_table():
@@ -130,19 +133,21 @@ def test_every_micro_batch_of_the_chosen_kind_is_listed():
 
 def test_recomputing_is_never_shown_as_faster_than_the_same_plan_without():
     """As a clock would have it that was corrected by a measurement of the chosen plan alone."""
-    plan = choose(config(batch_size=4), memory_of(1000), lambda run, plan: 1.0 - plan.recomputes / 2)
+    plan = choose(
+        config(batch_size=4), memory_of(1000), lambda run, plan: 1.0 - plan.activations.recomputes / 2
+    )
     assert [row["relative_speed"] for row in plan.alternatives if row["gradient_checkpointing"]] == [1.0]
 
 
 def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
     plan, why = chosen_because(config(), memory_of(20), clock(5.0))
-    assert plan.recomputes and plan.micro_batch_size == 8
+    assert plan.activations.recomputes and plan.batch.micro == 8
     assert why[Activations] == Activations("recompute", "faster")
 
 
 def test_unknown_speed_takes_the_largest_micro_batch_that_fits_without_checkpointing():
     plan = choose(config(), memory_of(40), None)
-    assert plan.micro_batch_size > 1 and not plan.recomputes
+    assert plan.batch.micro > 1 and not plan.activations.recomputes
     assert plan.memory.peak_bytes <= plan.memory.budget_bytes
 
 
@@ -154,7 +159,7 @@ def of_layers(kept_row: float = 4, recomputed_row: float = 1, base: float = 10, 
     asked: list[Plan] = []
 
     def share(plan: Plan) -> float:
-        return (1 - plan.kept_layers / LAYERS) * plan.recomputes
+        return (1 - plan.activations.kept_layers / LAYERS) * plan.activations.recomputes
 
     def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
         asked.append(plan)
@@ -163,7 +168,7 @@ def of_layers(kept_row: float = 4, recomputed_row: float = 1, base: float = 10, 
 
     def seconds(run: RunConfig, plan: Plan) -> float:
         work = plan.rows_per_micro_batch * (1 + share(plan) / 3)
-        return plan.gradient_accumulation_steps * (0.5 + work)
+        return plan.batch.accumulation * (0.5 + work)
 
     return estimate, seconds, asked
 
@@ -178,11 +183,11 @@ def test_as_many_layers_keep_their_activations_as_fit():
     """4 rows take 4 GiB with all layers recomputed, and each of 16 layers that is not takes 0.75 more."""
     estimate, seconds, asked = of_layers()
     plan, why = mixed_plan(config(batch_size=4), estimate, seconds)
-    assert (plan.micro_batch_size, plan.activations, plan.kept_layers) == (4, "recompute", 8)
+    assert (plan.batch.micro, plan.activations.policy, plan.activations.kept_layers) == (4, "recompute", 8)
     assert plan.memory.peak_bytes == 20 * GIB
     assert why[Activations] == Activations("recompute", "exceed", kept_layers=8, layers=LAYERS)
     # half of them, a guess, the next one, and the result with all its parts
-    assert len([each for each in asked if each.kept_layers]) <= 4
+    assert len([each for each in asked if each.activations.kept_layers]) <= 4
     rows = {row["activations"]: row for row in plan.alternatives}
     assert rows["recompute"]["fits"] and not rows["keep"]["fits"] and rows["recompute"]["relative_speed"] < 1
 
@@ -190,10 +195,8 @@ def test_as_many_layers_keep_their_activations_as_fit():
 def test_a_larger_micro_batch_may_be_worth_more_than_layers_that_keep_theirs():
     """Of 8 rows, a single layer can; that is 1.1% faster than none, and more is a tie."""
     estimate, seconds, _ = of_layers()
-    plan, why = mixed_plan(
-        config(), estimate, lambda run, plan: seconds(run, plan) + plan.gradient_accumulation_steps
-    )
-    assert (plan.micro_batch_size, plan.kept_layers) == (8, 1)
+    plan, why = mixed_plan(config(), estimate, lambda run, plan: seconds(run, plan) + plan.batch.accumulation)
+    assert (plan.batch.micro, plan.activations.kept_layers) == (8, 1)
     assert why[MicroBatch] == MicroBatch(size=8, timed=True, misfit=16)
 
 
@@ -201,33 +204,33 @@ def test_layers_are_mixed_only_where_that_is_faster_than_either_extreme():
     estimate, seconds, asked = of_layers()
 
     def no_faster(run: RunConfig, plan: Plan) -> float:
-        return seconds(run, replace(plan, kept_layers=0))
+        return seconds(run, plan_with(plan, kept_layers=0))
 
-    assert mixed_plan(config(), estimate, no_faster)[0].kept_layers == 0
+    assert mixed_plan(config(), estimate, no_faster)[0].activations.kept_layers == 0
     asked.clear()
-    assert mixed_plan(config(), of_layers(budget=200)[0], seconds)[0].activations == "keep"
+    assert mixed_plan(config(), of_layers(budget=200)[0], seconds)[0].activations.policy == "keep"
     for fixed in ({"gradient_checkpointing": True}, {"activations": "recompute"}, {"activations": "keep"}):
-        assert mixed_plan(config(**fixed), estimate, seconds)[0].kept_layers == 0
-    assert not any(plan.kept_layers for plan in asked)
+        assert mixed_plan(config(**fixed), estimate, seconds)[0].activations.kept_layers == 0
+    assert not any(plan.activations.kept_layers for plan in asked)
 
 
 def test_a_model_whose_layers_cannot_be_told_apart_is_not_mixed():
     estimate, seconds, _ = of_layers()
 
     def whole_only(run: RunConfig, plan: Plan, complete=False) -> Memory:
-        if plan.kept_layers:
+        if plan.activations.kept_layers:
             raise UntraceableModel("all layers differ")
         return estimate(run, plan)
 
     plan, _ = mixed_plan(config(), whole_only, seconds)
-    assert plan.kept_layers == 0 and plan.memory.fits
+    assert plan.activations.kept_layers == 0 and plan.memory.fits
 
 
 def in_ram_of(budget: float, needed: int = 4):
     """As `memory_of`, of a GPU; inputs in RAM leave half a GiB of each row, and `needed` GiB of RAM."""
 
     def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
-        if plan.activations != "offload":
+        if plan.activations.policy != "offload":
             return memory_of(budget, recomputed_row=2)(run, plan)
         host = HostMemory(
             budget_bytes=8 * GIB, processes=1, own_bytes=0, terms={"activations": needed * GIB}, saved_bytes=0
@@ -238,33 +241,33 @@ def in_ram_of(budget: float, needed: int = 4):
 
 
 def test_inputs_are_offloaded_only_if_nothing_else_fits():
-    assert choose(config(), in_ram_of(12), clock(0.1)).activations == "recompute"
+    assert choose(config(), in_ram_of(12), clock(0.1)).activations.policy == "recompute"
     plan, why = chosen_because(config(), in_ram_of(11), clock(0.1))
-    assert (plan.activations, plan.micro_batch_size, plan.offload) == ("offload", 2, "none")
+    assert (plan.activations.policy, plan.batch.micro, plan.sharing.offload) == ("offload", 2, "none")
     assert why[Activations] == Activations("offload", "exceed", host=plan.memory.host)
     plan, why = chosen_because(config(activations="offload"), in_ram_of(100), clock(0.1))
-    assert plan.activations == "offload" and why[Activations].cause == "config"
+    assert plan.activations.policy == "offload" and why[Activations].cause == "config"
     with pytest.raises(DoesNotFitError, match="1.00 GiB more than the budget of 11.00 GiB"):
         choose(config(), in_ram_of(11, needed=9), clock(0.1))
 
 
 def test_a_link_of_unknown_speed_is_not_chosen_for_activations():
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        return None if plan.activations == "offload" else clock(0.1)(run, plan)
+        return None if plan.activations.policy == "offload" else clock(0.1)(run, plan)
 
     with pytest.raises(DoesNotFitError, match="micro-batch 1, gradient checkpointing"):
         choose(config(), in_ram_of(11), seconds)
-    assert choose(config(activations="offload"), in_ram_of(11), seconds).activations == "offload"
+    assert choose(config(activations="offload"), in_ram_of(11), seconds).activations.policy == "offload"
 
 
 def test_what_was_fixed_by_hand_stays_fixed():
     plan = choose(config(gradient_checkpointing=True, batch_size=4), memory_of(40), clock(0.1))
-    assert (plan.micro_batch_size, plan.recomputes) == (4, True)
+    assert (plan.batch.micro, plan.activations.recomputes) == (4, True)
 
 
 def test_ddp_is_preferred_and_the_reason_says_what_zero_would_save():
     plan, why = chosen_because(config(), memory_of(40), clock(0.1), world_size=2)
-    assert plan.engine == "ddp" and why[EngineChoice].engine == "DDP"
+    assert plan.sharing.engine == "ddp" and why[EngineChoice].engine == "DDP"
     assert (why[EngineChoice].other, why[EngineChoice].more_bytes) == ("ZeRO-2", -GIB)
 
 
@@ -272,15 +275,15 @@ def test_zero_is_not_taken_for_its_smaller_update_alone():
     """A clock sees that ZeRO-2 shares the update, not what it costs to partition."""
 
     def seconds(run, plan) -> float:
-        return clock(0.5)(run, plan) * (0.8 if plan.engine == "deepspeed_z2" else 1)
+        return clock(0.5)(run, plan) * (0.8 if plan.sharing.engine == "deepspeed_z2" else 1)
 
     plan = choose(config(), memory_of(80), seconds, world_size=2)
-    assert plan.engine == "ddp"
+    assert plan.sharing.engine == "ddp"
 
 
 def test_zero_is_taken_where_only_it_fits():
     plan, why = chosen_because(config(gradient_checkpointing=True), memory_of(10.5), clock(0.1), world_size=4)
-    assert plan.engine == "deepspeed_z2" and why[EngineChoice].other is None
+    assert plan.sharing.engine == "deepspeed_z2" and why[EngineChoice].other is None
 
 
 def test_a_misfit_says_by_how_much():
@@ -296,8 +299,8 @@ def in_halves(budget_gib: float, host_gib: float | None = None):
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
         if run.tuning.mode == "full":
-            assert plan.dtype == ("float32" if run.model.dtype == "auto" else run.model.dtype)
-        weights, memory = (10 if plan.dtype == "float32" else 5) * GIB, plain(run, plan)
+            assert plan.precision.dtype == ("float32" if run.model.dtype == "auto" else run.model.dtype)
+        weights, memory = (10 if plan.precision.dtype == "float32" else 5) * GIB, plain(run, plan)
         if host_gib:
             budget = int(host_gib * GIB)
             host = HostMemory(
@@ -314,7 +317,7 @@ def test_the_plan_says_what_masters_cost_and_what_pure_bf16_saves():
     pure = full.model_copy(update={"model": full.model.model_copy(update={"dtype": "bfloat16"})})
     for run, dtype in ((full, "float32"), (pure, "bfloat16")):
         plan, why = chosen_because(run, in_halves(40), None)
-        assert (plan.dtype, why[MasterWeights]) == (dtype, MasterWeights(dtype, 5 * GIB))
+        assert (plan.precision.dtype, why[MasterWeights]) == (dtype, MasterWeights(dtype, 5 * GIB))
         plan, why = chosen_because(run, in_halves(40, 40), None)
         assert why[MasterWeights] == MasterWeights(dtype, 5 * GIB, "RAM")
     assert MasterWeights not in chosen_because(config(), memory_of(40), None)[1]
@@ -347,8 +350,8 @@ def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
         return inner(run, plan)
 
     choose(config(gradient_checkpointing=True), counting, clock(0.1))
-    assert [plan.micro_batch_size for plan in asked] == [1, 2, 4, 8]
-    assert replace(asked[0], micro_batch_size=1) == asked[0]
+    assert [plan.batch.micro for plan in asked] == [1, 2, 4, 8]
+    assert plan_with(asked[0], micro_batch_size=1) == asked[0]
 
 
 def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():
@@ -360,8 +363,8 @@ def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():
         return inner(run, plan)
 
     plan = choose(config(), counting, clock(0.1))
-    recomputed = [other.micro_batch_size for other in asked if other.recomputes]
-    assert recomputed == [plan.micro_batch_size]
+    recomputed = [other.batch.micro for other in asked if other.activations.recomputes]
+    assert recomputed == [plan.batch.micro]
     assert any(row["gradient_checkpointing"] for row in plan.alternatives)
 
 
@@ -382,7 +385,7 @@ def test_the_other_engine_is_searched_only_where_its_memory_could_help(budget, t
         return inner(run, plan)
 
     _, why = chosen_because(config(**train), counting, clock(2.0), world_size=2)
-    assert sum(other.engine == "deepspeed_z2" for other in asked) == looked_at
+    assert sum(other.sharing.engine == "deepspeed_z2" for other in asked) == looked_at
     assert "ZeRO-2" in (why[EngineChoice].engine, why[EngineChoice].other)
 
 
@@ -390,7 +393,7 @@ def that_ran_out(rows: int, checkpointing: bool = True):
     """Memory as in `memory_of(40)`; it ran out with so many rows in a micro-batch, or more."""
 
     def estimate(run, plan, complete=False) -> Memory:
-        concerned = checkpointing or not plan.recomputes
+        concerned = checkpointing or not plan.activations.recomputes
         ran_out = concerned and plan.rows_per_micro_batch >= rows
         return replace(memory_of(40)(run, plan), ran_out=ran_out)
 
@@ -398,9 +401,9 @@ def that_ran_out(rows: int, checkpointing: bool = True):
 
 
 def test_a_plan_with_which_memory_ran_out_is_left_for_a_smaller_one():
-    assert choose(config(), memory_of(40), clock(0.1)).micro_batch_size == 4
+    assert choose(config(), memory_of(40), clock(0.1)).batch.micro == 4
     plan, why = chosen_because(config(gradient_checkpointing=False), that_ran_out(4), clock(0.1))
-    assert plan.micro_batch_size == 2 and plan.memory.fits
+    assert plan.batch.micro == 2 and plan.memory.fits
     assert why[MicroBatch] == MicroBatch(size=2, timed=True, misfit=4, ran_out=True)
     [larger] = [row for row in plan.alternatives if row["micro_batch_size"] == 4]
     assert larger["ran_out"] and not larger["fits"] and larger["process_bytes"] < 40 * GIB
@@ -408,15 +411,15 @@ def test_a_plan_with_which_memory_ran_out_is_left_for_a_smaller_one():
 
 def test_where_memory_ran_out_with_one_row_it_is_tried_with_activations_recomputed():
     plan = choose(config(), that_ran_out(1, checkpointing=False), clock(0.1))
-    assert plan.recomputes and plan.memory.fits
+    assert plan.activations.recomputes and plan.memory.fits
 
 
 def test_if_memory_ran_out_with_all_plans_the_one_that_needs_least_is_tried_again():
     """The prediction says that it fits, and who asks again may have made room for it."""
     plan = choose(config(), that_ran_out(1), clock(0.1))
-    assert (plan.micro_batch_size, plan.recomputes) == (1, True)
+    assert (plan.batch.micro, plan.activations.recomputes) == (1, True)
     fixed = choose(config(batch_size=4, gradient_checkpointing=False), that_ran_out(1), clock(0.1))
-    assert fixed.micro_batch_size == 4 and fixed.memory.ran_out and fixed.memory.within_budget
+    assert fixed.batch.micro == 4 and fixed.memory.ran_out and fixed.memory.within_budget
 
 
 def test_memory_that_ran_out_does_not_hide_that_a_plan_is_predicted_not_to_fit():
@@ -436,11 +439,11 @@ def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row
     asked: list[tuple[str, int]] = []
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
-        asked.append((plan.engine, plan.world_size))
-        held = weights / plan.shards + layer if plan.engine == "fsdp2" else weights
-        held += layer / 2 if plan.defers_exchange else 0
-        held += 0 if plan.reshard_after_forward else weights - layer
-        size = int((held + plan.rows_per_micro_batch * row / (4 if plan.recomputes else 1)) * GIB)
+        asked.append((plan.sharing.engine, plan.sharing.world_size))
+        held = weights / plan.sharing.shards + layer if plan.sharing.engine == "fsdp2" else weights
+        held += layer / 2 if plan.sharing.defers_exchange else 0
+        held += 0 if plan.sharing.reshard_after_forward else weights - layer
+        size = int((held + plan.rows_per_micro_batch * row / (4 if plan.activations.recomputes else 1)) * GIB)
         return Memory(
             budget_bytes=int(budget_gib * GIB),
             peak_bytes=size,
@@ -457,7 +460,7 @@ def slower_with_fsdp2(times: float | None):
     usual = clock(0.1)
 
     def seconds(run, plan) -> float | None:
-        if plan.engine != "fsdp2":
+        if plan.sharing.engine != "fsdp2":
             return usual(run, plan)
         return times and times * usual(run, plan)
 
@@ -467,12 +470,12 @@ def slower_with_fsdp2(times: float | None):
 def test_weights_are_divided_where_nothing_else_fits():
     estimate, _ = divided_memory(30)
     plan, why = chosen_because(config(), estimate, slower_with_fsdp2(3.0), 4)
-    assert plan.engine == "fsdp2" and why[EngineChoice].alone
+    assert plan.sharing.engine == "fsdp2" and why[EngineChoice].alone
 
 
 def test_a_divided_step_is_not_even_sized_where_more_memory_would_gain_nothing():
     estimate, asked = divided_memory(200)
-    assert choose(config(), estimate, slower_with_fsdp2(0.5), 4).engine == "ddp"
+    assert choose(config(), estimate, slower_with_fsdp2(0.5), 4).sharing.engine == "ddp"
     assert "fsdp2" not in {engine for engine, _ in asked}
 
 
@@ -480,7 +483,7 @@ def test_a_divided_step_is_not_even_sized_where_more_memory_would_gain_nothing()
 def test_weights_are_divided_only_for_a_step_that_is_known_to_be_faster(times, engine):
     """Without it activations are recomputed, a third more work; with it they are kept."""
     estimate, asked = divided_memory(42.5)
-    assert choose(config(), estimate, slower_with_fsdp2(times), 4).engine == engine
+    assert choose(config(), estimate, slower_with_fsdp2(times), 4).sharing.engine == engine
     assert "fsdp2" in {engine for engine, _ in asked}
 
 
@@ -493,7 +496,7 @@ def test_a_gain_from_dividing_weights_that_would_fit_must_exceed_the_error_of_it
 ):
     estimate, _ = divided_memory(200)
     plan, why = chosen_because(config("full"), estimate, slower_with_fsdp2(times), 4, device=device)
-    assert plan.engine == engine
+    assert plan.sharing.engine == engine
     if engine == "fsdp2":
         assert why[EngineChoice].other == "DDP" and why[EngineChoice].slower == pytest.approx(1 / times)
     else:
@@ -510,7 +513,10 @@ def test_an_engine_may_be_the_fastest_since_its_weights_stay_gathered(budget, en
         return sends(run, plan) * keeps(run, plan) / clock(0.1)(run, plan)
 
     plan, why = chosen_because(config("full", batch_size=4), estimate, seconds, 4)
-    assert (plan.engine, plan.reshard_after_forward) == (engine, engine == "ddp") and plan.memory.fits
+    assert (plan.sharing.engine, plan.sharing.reshard_after_forward) == (
+        engine,
+        engine == "ddp",
+    ) and plan.memory.fits
     assert (GatheredWeights in why) == (engine == "fsdp2")
 
 
@@ -523,7 +529,7 @@ def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget,
     estimate, _ = divided_memory(budget)
     settings = config(engine="fsdp2", effective_batch_size=rows, gradient_checkpointing=False)
     plan, why = chosen_because(settings, estimate, clock(0.1), 4)
-    assert (plan.micro_batch_size, plan.defers_exchange) == (micro_batch, defers)
+    assert (plan.batch.micro, plan.sharing.defers_exchange) == (micro_batch, defers)
     assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
 
 
@@ -534,7 +540,7 @@ def test_gradients_wait_or_not_as_the_config_says(asked, budget):
     settings = config(engine="fsdp2", gradient_checkpointing=False)
     parallel = ParallelConfig(engine="fsdp2", defer_exchange=asked)
     plan, _ = chosen_because(settings.model_copy(update={"parallel": parallel}), estimate, clock(0.1), 4)
-    assert plan.defers_exchange == asked and plan.memory.fits
+    assert plan.sharing.defers_exchange == asked and plan.memory.fits
 
 
 @pytest.mark.parametrize(("own_gib", "waits"), [(4, True), (5, False)])
@@ -543,12 +549,12 @@ def test_gradients_that_would_be_too_large_whole_are_not_sized(own_gib, waits):
     sizes, waiting = divided_memory(17)[0], list[bool]()
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
-        waiting.append(plan.defers_exchange)
+        waiting.append(plan.sharing.defers_exchange)
         terms = {"optimizer": {"gradients": own_gib * GIB}}
         return replace(sizes(run, plan, complete), phase_terms=terms)
 
     settings = config(engine="fsdp2", effective_batch_size=32, gradient_checkpointing=False)
-    assert choose(settings, estimate, clock(0.1), 4).defers_exchange == waits
+    assert choose(settings, estimate, clock(0.1), 4).sharing.defers_exchange == waits
     assert any(waiting) == waits
 
 
@@ -557,7 +563,7 @@ def saves_by_keeping(share: float | None):
     usual = clock(0.1)
 
     def seconds(run, plan) -> float | None:
-        times = 1 if plan.reshard_after_forward else 1 - (share or 0)
+        times = 1 if plan.sharing.reshard_after_forward else 1 - (share or 0)
         return None if share is None else usual(run, plan) * times
 
     return seconds
@@ -591,7 +597,7 @@ def test_weights_stay_gathered_where_that_fits_and_is_faster(asked, budget, save
         settings.model_copy(update={"parallel": parallel}), estimate, saves_by_keeping(saves), 4
     )
     assert why[GatheredWeights].cause == cause and plan.memory.fits
-    assert (not plan.reshard_after_forward, plan.defers_exchange) == (kept, defers)
+    assert (not plan.sharing.reshard_after_forward, plan.sharing.defers_exchange) == (kept, defers)
     assert why[GatheredWeights].saved_share == (pytest.approx(0.3) if cause == "faster" else 0)
 
 
@@ -602,12 +608,12 @@ def test_what_cannot_fit_is_not_traced(processes):
     usual, kept = saves_by_keeping(0.3), list[bool]()
 
     def with_terms(run, plan, complete=False) -> Memory:
-        kept.append(not plan.reshard_after_forward)
+        kept.append(not plan.sharing.reshard_after_forward)
         memory = estimate(run, plan)
-        return replace(memory, phase_terms={"forward": {"weights": int(40 / plan.shards * GIB)}})
+        return replace(memory, phase_terms={"forward": {"weights": int(40 / plan.sharing.shards * GIB)}})
 
     def timed(run, plan) -> float | None:
-        kept.append(not plan.reshard_after_forward)
+        kept.append(not plan.sharing.reshard_after_forward)
         return usual(run, plan)
 
     settings = config(engine="fsdp2", effective_batch_size=512)
@@ -627,16 +633,20 @@ def test_a_tie_leaves_weights_whole():
     estimate, _ = divided_memory(42.5)
 
     def seconds(run, plan):
-        return plan.gradient_accumulation_steps * 0.1 + 1.0
+        return plan.batch.accumulation * 0.1 + 1.0
 
-    assert choose(config(effective_batch_size=4), estimate, seconds, 4).engine == "ddp"
+    assert choose(config(effective_batch_size=4), estimate, seconds, 4).sharing.engine == "ddp"
 
 
 @pytest.mark.parametrize(("budget", "replicas"), [(30, 2), (12.5, 1)])
 def test_each_of_two_machines_holds_the_model_where_it_can(budget, replicas):
     estimate, _ = divided_memory(budget)
     plan, why = chosen_because(config(), estimate, slower_with_fsdp2(None), 8, machines=2)
-    assert (plan.engine, plan.replicas, plan.shards) == ("fsdp2", replicas, 8 // replicas)
+    assert (plan.sharing.engine, plan.sharing.replicas, plan.sharing.shards) == (
+        "fsdp2",
+        replicas,
+        8 // replicas,
+    )
     assert why[EngineChoice].replicas == replicas
 
 
@@ -648,10 +658,16 @@ def test_all_machines_hold_the_model_once_if_activations_that_fit_then_are_worth
     estimate, _ = divided_memory(14)
 
     def seconds(run, plan):
-        return clock(0.1)(run, plan) * (network if plan.engine == "fsdp2" and plan.replicas == 1 else 1)
+        return clock(0.1)(run, plan) * (
+            network if plan.sharing.engine == "fsdp2" and plan.sharing.replicas == 1 else 1
+        )
 
     plan = choose(config(effective_batch_size=8), estimate, seconds, 8, machines=2)
-    assert (plan.engine, plan.replicas, plan.recomputes) == ("fsdp2", replicas, replicas == 2)
+    assert (plan.sharing.engine, plan.sharing.replicas, plan.activations.recomputes) == (
+        "fsdp2",
+        replicas,
+        replicas == 2,
+    )
 
 
 def offloading(budget_gib: float, ram_gib: float | None):
@@ -660,7 +676,7 @@ def offloading(budget_gib: float, ram_gib: float | None):
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
         memory = plain(run, plan)
-        if plan.offload == "none":
+        if plan.sharing.offload == "none":
             return memory
         budget = None if ram_gib is None else int(ram_gib * GIB)
         host = HostMemory(
@@ -676,10 +692,10 @@ def offloading(budget_gib: float, ram_gib: float | None):
 @pytest.mark.parametrize("ram", [None, 128])
 def test_what_fits_nowhere_else_is_offloaded(world_size, ram):
     """Weights of 10 GiB: on 9 GiB only with them in RAM, on 40 never, even where that would be faster."""
-    run, faster = config(), lambda run, plan: 1.0 if plan.offload == "none" else 0.1
+    run, faster = config(), lambda run, plan: 1.0 if plan.sharing.offload == "none" else 0.1
     small, why = chosen_because(run, offloading(9, ram), faster, world_size)
-    assert (small.engine, small.offload, why[Offload].cause) == ("fsdp2", "ram", "exceed")
-    assert choose(run, offloading(40, ram), faster, world_size).offload == "none"
+    assert (small.sharing.engine, small.sharing.offload, why[Offload].cause) == ("fsdp2", "ram", "exceed")
+    assert choose(run, offloading(40, ram), faster, world_size).sharing.offload == "none"
 
 
 def test_what_does_not_fit_says_where():

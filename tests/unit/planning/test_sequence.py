@@ -1,7 +1,5 @@
 """parallel.sequence_parallel_size: what is refused before anything loads, and what a plan makes of it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -19,6 +17,7 @@ from sft_play.reasons.choices import EffectiveBatch
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import StepSpec
+from tests.plans import plan_with
 
 LLAMA = dict(
     hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=64,
@@ -88,8 +87,8 @@ def test_what_needs_whole_rows_is_refused_with_the_config(train):
 
 def test_the_effective_batch_stays_and_a_group_counts_once():
     whole, divided = plans(run(1), processes=2)[0], plans(run(3), processes=6)[0]
-    assert divided.sequence_ranks == 3 and divided.data_ranks == 2
-    same = replace(divided, world_size=2, sequence_ranks=1)
+    assert divided.sharing.sequence_ranks == 3 and divided.sharing.data_ranks == 2
+    same = plan_with(divided, world_size=2, sequence_ranks=1)
     assert whole == same  # rows, micro-batches, steps and rate
     assert str(EffectiveBatch(divided)) == (
         "effective batch 8 sequences = micro-batch 2 x accumulation 2 x 2 groups of 3 processes"
@@ -113,6 +112,6 @@ def test_attention_exchanges_queries_keys_values_and_outputs_in_both_directions(
     messages = sequence_messages(work, plan)
     # 6 heads of queries and of outputs, 2 of keys and of values, of so many tokens, in fp32
     each = (6 + 2 + 2 + 6) * tokens * head_dim * 4
-    passes = 2 if plan.activations == "keep" else 3
+    passes = 2 if plan.activations.policy == "keep" else 3
     assert sum(one.tensor_bytes * one.times for one in messages) == passes * layers * each * 2  # accumulation
     assert sent_bytes(messages, 2) == passes * layers * each

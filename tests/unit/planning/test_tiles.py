@@ -27,8 +27,10 @@ def estimate_of(asked: list[Plan], budget: float, weights: float = 10):
 
     def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
         asked.append(plan)
-        row = 4.0 if not plan.recomputes else 2.0
-        row *= (0.5 if plan.mlp_tiles > 1 else 1) * (0.5 if plan.activations == "offload" else 1)
+        row = 4.0 if not plan.activations.recomputes else 2.0
+        row *= (0.5 if plan.activations.mlp_tiles > 1 else 1) * (
+            0.5 if plan.activations.policy == "offload" else 1
+        )
         terms = {"weights": int(weights * GIB), "temporaries": int(row * plan.rows_per_micro_batch * GIB)}
         budget_bytes = int(budget * GIB)
         return Memory(
@@ -52,14 +54,14 @@ def planned(
 
 def test_tiles_are_chosen_before_inputs_in_ram_and_only_if_nothing_else_fits():
     plan, why, asked = planned(12)
-    assert (plan.activations, plan.mlp_tiles) == ("recompute", 1) and why == []
-    assert not any(each.mlp_tiles > 1 for each in asked)
+    assert (plan.activations.policy, plan.activations.mlp_tiles) == ("recompute", 1) and why == []
+    assert not any(each.activations.mlp_tiles > 1 for each in asked)
     plan, why, asked = planned(11)
-    assert (plan.activations, plan.mlp_tiles, plan.micro_batch_size) == ("recompute", 8, 1)
+    assert (plan.activations.policy, plan.activations.mlp_tiles, plan.batch.micro) == ("recompute", 8, 1)
     assert plan.mlp_tile == 1024 and why == [Tiles(8, 1024, "exceed")]
-    assert not any(each.activations == "offload" for each in asked)
+    assert not any(each.activations.policy == "offload" for each in asked)
     plan, why, _ = planned(10.5)
-    assert (plan.activations, plan.mlp_tiles) == ("offload", 8)
+    assert (plan.activations.policy, plan.activations.mlp_tiles) == ("offload", 8)
     with pytest.raises(DoesNotFitError, match="MLPs in 8 tiles. needs 11.00 GiB"):
         planned(10.4)
 
@@ -69,24 +71,26 @@ def test_tiles_are_not_sized_where_weights_alone_exceed_the_budget_nor_for_short
         asked: list[Plan] = []
         with pytest.raises(DoesNotFitError):
             planned(10.4, asked=asked, **settings)
-        assert asked and {each.mlp_tiles for each in asked} == {1}
+        assert asked and {each.activations.mlp_tiles for each in asked} == {1}
 
 
 def test_a_number_that_is_asked_for_is_kept_and_recomputes():
     plan, why, asked = planned(100, mlp_tiles=3)
-    assert (plan.activations, plan.mlp_tiles) == ("recompute", 3) and why[0].cause == "config"
-    assert {each.mlp_tiles for each in asked} == {3}
+    assert (plan.activations.policy, plan.activations.mlp_tiles) == ("recompute", 3) and why[
+        0
+    ].cause == "config"
+    assert {each.activations.mlp_tiles for each in asked} == {3}
     plan, why, asked = planned(100, mlp_tiles=1)
-    assert plan.activations == "keep" and why == []
+    assert plan.activations.policy == "keep" and why == []
     plan, why, asked = planned(11, mlp_tiles=1)
-    assert plan.activations == "offload" and {each.mlp_tiles for each in asked} == {1}
+    assert plan.activations.policy == "offload" and {each.activations.mlp_tiles for each in asked} == {1}
 
 
 def test_the_leanest_plans_have_tiles_where_they_may():
     for row, tiles in ((ROW, {8}), (32 * 1024, {8}), (2048, {1})):
         drafts = draft_plans(config(), device=GPU, world_size=1, rows=10, max_seq_len=row, attention="sdpa")
         drafts = with_tiles(config().train, drafts) if may_tile(config(), row) else drafts
-        assert {draft.mlp_tiles for draft in leanest(drafts)} == tiles
+        assert {draft.activations.mlp_tiles for draft in leanest(drafts)} == tiles
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_mixture_of_experts_is_refused_only_if_tiles_are_asked_for():
     machine, facts = what_if("RTX 4090", 1), DataFacts.full_rows(ROW, 0)
     mixture = Architecture.of(small_config("qwen3_moe", WIDE, max_position_embeddings=ROW))
     drafts, _ = allowed_plans(Request(config(), mixture, facts, machine, 1))
-    assert {draft.mlp_tiles for draft in drafts} == {1}
+    assert {draft.activations.mlp_tiles for draft in drafts} == {1}
     with pytest.raises(ConfigError, match="train.mlp_tiles=4: the layers of qwen3_moe have no MLP.*=auto"):
         allowed_plans(Request(config(mlp_tiles=4), mixture, facts, machine, 1))
 
@@ -132,8 +136,8 @@ def test_a_run_gets_tiles_where_the_traced_steps_fit_with_them_alone():
     between = (whole.memory.process_bytes + tiled.memory.process_bytes) // 2
     assert tiled.memory.process_bytes < between < whole.memory.process_bytes
     chosen = plan(between)
-    assert chosen.mlp_tiles == 8 and chosen.memory.peak_bytes == tiled.memory.peak_bytes
+    assert chosen.activations.mlp_tiles == 8 and chosen.memory.peak_bytes == tiled.memory.peak_bytes
     said = "MLPs in 8 tiles of 1,024 tokens, since nothing else fits"
     assert any(why.startswith(said) for why in chosen.why)
-    assert plan(whole.memory.process_bytes).mlp_tiles == 1
+    assert plan(whole.memory.process_bytes).activations.mlp_tiles == 1
     assert whole.step_seconds < tiled.step_seconds

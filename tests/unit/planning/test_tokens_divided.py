@@ -20,6 +20,7 @@ from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.sequence import group_sizes
 from sft_play.sizing.architecture import Architecture
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 GIB = 2**30
@@ -61,8 +62,8 @@ def _no_more_gpus(monkeypatch):
 def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_enough(limit, ranks):
     asked = request(limit)
     plan = plan_or_advise(asked, lambda change: "")
-    assert plan.sequence_ranks == ranks and plan.memory.fits
-    assert plan.effective_batch_size == 16 and plan.data_ranks == 4 // ranks
+    assert plan.sharing.sequence_ranks == ranks and plan.memory.fits
+    assert plan.batch.effective == 16 and plan.sharing.data_ranks == 4 // ranks
     said = [reason for reason in plan.why if "since nothing else fits" in reason]
     assert len(said) == (ranks > 1)
     if said:
@@ -89,7 +90,7 @@ def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it
     found = advise(asked)
     assert divided(found) == [{KEY: 2} | ({"train.grad_accum": 8} if batch else {})]
     (plan,) = [change.plan for change in found if KEY in change.settings]
-    assert (plan.effective_batch_size, plan.micro_batch_size, plan.sequence_ranks) == (16, 1, 2)
+    assert (plan.batch.effective, plan.batch.micro, plan.sharing.sequence_ranks) == (16, 1, 2)
     assert plan.memory.fits
     assert fastest_plan(asked.changed(divided(found)[0]), explain=False) == plan
 
@@ -165,19 +166,19 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
     known = dict(zip((1, 2, 4, 8), ways, strict=True))
     planned = []
 
-    def plan_with(request, accept, **how):
+    def of_groups(request, accept, **how):
         size = request.config.parallel.sequence_ranks
         planned.append(size)
         if known[size] is None:
             raise DoesNotFitError("too much")
         seconds, saving = known[size]
-        return replace(PLAN, sequence_ranks=size, world_size=8, step_seconds=seconds, **saving)
+        return plan_with(PLAN, sequence_ranks=size, world_size=8, step_seconds=seconds, **saving)
 
     def least(request, accept):
         way = known[request.config.parallel.sequence_ranks]
         return 0 if way is None or way[1] else way[0]
 
-    monkeypatch.setattr(planner, "_with_these_groups", plan_with)
+    monkeypatch.setattr(planner, "_with_these_groups", of_groups)
     monkeypatch.setattr(planner, "_least_seconds", least)
 
     def memories(request):
@@ -192,7 +193,7 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
             fastest_plan(asked)
         return
     plan = fastest_plan(asked)
-    assert plan.sequence_ranks == chosen and plan.step_seconds == known[chosen][0]
+    assert plan.sharing.sequence_ranks == chosen and plan.step_seconds == known[chosen][0]
     assert len(plan.why) == len(PLAN.why) + (said is not None)
     if said:
         assert re.search(said, plan.why[-1])
@@ -208,8 +209,8 @@ def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     resolved = SimpleNamespace(config=asked.config)
     job = Job(resolved, None, MODEL, None, None, asked.machine, first)
     again = plan_again(job, takes_less(first))
-    assert (again.sequence_ranks, again.micro_batch_size, again.gradient_accumulation_steps) == (2, 2, 4)
-    assert again.effective_batch_size == first.effective_batch_size and again.engine == first.engine
+    assert (again.sharing.sequence_ranks, again.batch.micro, again.batch.accumulation) == (2, 2, 4)
+    assert again.batch.effective == first.batch.effective and again.sharing.engine == first.sharing.engine
     assert again.memory.budget_bytes == first.memory.budget_bytes and again.memory.fits
 
 

@@ -5,7 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from sft_play.report.plan import plan_answer, plan_report, scaling_table, way_of
+from sft_play.report.plan import plan_answer, plan_report, way_of
+from sft_play.report.scaling import scaling_report
 from sft_play.units import GIB
 
 
@@ -28,6 +29,7 @@ def row(world=8, **changes):
         "peak_bytes": 120 * GIB,
         "process_bytes": 123 * GIB,
         "exchanged_bytes": 7 * GIB,
+        "engine": "ddp",
         "links": (450e9,),
         "speed_up": 7.5,
         "speed_up_at_most": 8.0,
@@ -35,7 +37,7 @@ def row(world=8, **changes):
 
 
 def test_the_largest_numbers_fit_into_80_columns():
-    text = screen(scaling_table([row(1, speed_up=1.0), row()]))
+    text = screen(scaling_report([row(1, speed_up=1.0), row()]))
     for word in (
         "131,072",
         "16,777,216",
@@ -57,11 +59,20 @@ def test_the_largest_numbers_fit_into_80_columns():
 
 
 def test_an_unknown_link_gives_a_bound_and_says_so():
-    text = screen(scaling_table([row(2, speed_up=None, links=())]))
+    text = screen(scaling_report([row(2, speed_up=None, links=())]))
     assert "<2.00x" in text and "the link is unknown" in text
     nothing = screen(
-        scaling_table(
-            [row(2, speed_up=None, speed_up_at_most=None, process_bytes=None, exchanged_bytes=None)]
+        scaling_report(
+            [
+                row(
+                    2,
+                    speed_up=None,
+                    speed_up_at_most=None,
+                    process_bytes=None,
+                    peak_bytes=None,
+                    exchanged_bytes=None,
+                )
+            ]
         )
     )
     assert nothing.count("n/a") == 3 and "speed:" not in nothing
@@ -72,10 +83,10 @@ def test_what_was_measured_between_processes_is_told_apart_from_data_sheets_and_
         row(2, exchange_measured=True, links=()),
         row(4, speed_up=None, links=()),
     ]
-    said = " ".join(screen(scaling_table(rows, "process")).split())
+    said = " ".join(screen(scaling_report(rows, "process")).split())
     assert "speed on 2 processes: communication as measured here (each of 2 processes sends" in said
     assert "the link is unknown" in said and "GB/s" not in said
-    said = " ".join(screen(scaling_table([rows[0], row(8)])).split())
+    said = " ".join(screen(scaling_report([rows[0], row(8)])).split())
     assert "as measured here" in said and "at 450 GB/s" in said and "unknown" not in said
 
 
@@ -89,7 +100,7 @@ def test_a_machine_without_gpus_has_processes():
 
 def test_a_problem_takes_a_line_of_its_own():
     problem = "train.effective_batch_size=6 is not divisible by 4 processes; nearest: 4 or 8"
-    text = " ".join(screen(scaling_table([row(1), {"world_size": 4, "problem": problem}])).split())
+    text = " ".join(screen(scaling_report([row(1), {"world_size": 4, "problem": problem}])).split())
     assert f"4 GPUs: {problem}" in text
 
 

@@ -1,11 +1,12 @@
 """The line of a probe that has no figures says why."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
-from sft_play.report.probe import probe_line
+from sft_play.report.memory import probe_line
 from sft_play.sizing.corrections import ProbeResult
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -17,5 +18,5 @@ from tests.unit.train.plans import PLAN
     ],
 )
 def test_a_probe_without_figures_says_why(engine, device, ran_out, said):
-    plan = replace(PLAN, engine=engine, device=device)
+    plan = plan_with(PLAN, engine=engine, device=device)
     assert probe_line(plan.to_json(), asdict(ProbeResult(ran_out=ran_out))) == f"probe: {said}"

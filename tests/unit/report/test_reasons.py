@@ -44,6 +44,7 @@ from sft_play.reasons.method import (
 from sft_play.reasons.reason import Reason
 from sft_play.report.misfit import advice_text, misfit_text
 from sft_play.units import GIB, MIB
+from tests.plans import plan_with
 from tests.unit.report.written_run import make_plan
 
 HOST = HostMemory(
@@ -191,7 +192,7 @@ SENTENCES = [
         "model.attention=flash_attention_3 takes it",
     ),
     (
-        LayerKernels("off", 97, GIB),
+        LayerKernels("liger", False, 97, GIB),
         "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
@@ -218,10 +219,12 @@ def test_a_reason_is_one_sentence(reason, expected):
 
 
 def test_the_batch_is_an_equation_and_says_how_rows_lie():
-    plan = replace(PLAN, padding_free=False, micro_batch_tokens=1234)
+    plan = plan_with(PLAN, padding_free=False, micro_batch_tokens=1234)
     equation = str(EffectiveBatch(plan))
-    assert equation.startswith(f"effective batch {plan.effective_batch_size} sequences = micro-batch ")
-    assert equation.endswith(f" x {plan.world_size} process{'es' if plan.world_size > 1 else ''}")
+    assert equation.startswith(f"effective batch {plan.batch.effective} sequences = micro-batch ")
+    assert equation.endswith(
+        f" x {plan.sharing.world_size} process{'es' if plan.sharing.world_size > 1 else ''}"
+    )
     assert str(Dealing(plan)) == (
         "at most 1,234 tokens in a micro-batch: rows of similar length, padded to the longest"
     )
@@ -262,7 +265,7 @@ MEMORY = Memory(
 
 
 def test_a_misfit_says_by_how_much_and_of_what():
-    smallest = replace(PLAN, memory=MEMORY, micro_batch_size=1, activations="recompute")
+    smallest = plan_with(PLAN, memory=MEMORY, micro_batch_size=1, activations="recompute")
     first, parts = misfit_text(smallest).splitlines()
     assert first == (
         "this run does not fit: the smallest plan (micro-batch 1, gradient checkpointing) needs 11.00 GiB in "
@@ -273,7 +276,9 @@ def test_a_misfit_says_by_how_much_and_of_what():
 
 
 def test_advice_is_commands_each_with_its_plan():
-    small = replace(PLAN, memory=replace(MEMORY, peak_bytes=4 * GIB), micro_batch_size=2, activations="keep")
+    small = plan_with(
+        PLAN, memory=replace(MEMORY, peak_bytes=4 * GIB), micro_batch_size=2, activations="keep"
+    )
     heading, command, plan = advice_text([("make train", small, 1234.5)], gpus=True).splitlines()
     assert heading == "this makes it fit:" and command == "  make train"
     assert plan == "    4.00 GiB a process, micro-batch 2, activations kept, 1,234 tokens/s"

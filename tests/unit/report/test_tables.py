@@ -6,12 +6,11 @@ import pytest
 from rich.console import Console
 
 from sft_play.report.tables import (
-    before_after_table,
     closing_screen,
     evaluation_table,
     logits_table,
     memory_line,
-    metric_rows,
+    metric_table,
     samples_table,
     shorten,
     step_line,
@@ -105,7 +104,7 @@ def test_evaluation_table_says_what_must_be_known_to_compare_the_columns():
 def test_a_metric_that_was_not_measured_reads_as_not_available():
     models = {"adapter": {key: value for key, value in SCORES.items() if key != "chrf"}}
     assert "chrF (0 to 100) n/a" in evaluation_lines(models=models)
-    assert "chrF" not in shown(before_after_table({"loss": 1.0}, {"loss": 0.5}))
+    assert "chrF" not in str(metric_table({"before": {"loss": 1.0}, "after": {"loss": 0.5}}).rows)
 
 
 def test_memory_line_says_in_which_direction_the_prediction_was_off():
@@ -247,4 +246,4 @@ def test_tables_need_no_torch():
 
 def test_the_perplexity_of_a_diverged_model_is_short():
     scores = {name: {"perplexity": value} for name, value in (("before", 7588.31), ("after", 3.67e37))}
-    assert metric_rows(scores) == [("perplexity", "7,588.31", "3.7e+37")]
+    assert metric_table(scores).rows == [("perplexity", "7,588.31", "3.7e+37")]

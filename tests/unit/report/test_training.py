@@ -1,10 +1,9 @@
 """The command that trains by a plan."""
 
-from dataclasses import replace
-
 import pytest
 
-from sft_play.report.training import training_command
+from sft_play.report.layout import training_command
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -19,7 +18,7 @@ from tests.unit.train.plans import PLAN
     ],
 )
 def test_gpus_stand_in_machines_of_eight_and_processes_of_a_cpu_in_one(world_size, engine, device, command):
-    plan = replace(PLAN, world_size=world_size, engine=engine, device=device)
+    plan = plan_with(PLAN, world_size=world_size, engine=engine, device=device)
     assert training_command(plan) == command
 
 

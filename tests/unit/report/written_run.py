@@ -18,6 +18,7 @@ from sft_play.plan import Memory, Plan
 from sft_play.report import plots
 from sft_play.runlog import RunDir, append_metrics
 from sft_play.units import GIB, MIB
+from tests.plans import plan_of
 
 STEPS = 20
 ATTACK = "<script>alert(1)</script>"
@@ -67,7 +68,7 @@ def make_plan(world_size: int = 1) -> Plan:
         phase_terms={"load": {"weights": 300 * MIB, "adapters": 10 * MIB}, "backward": TERMS},
         guard_bytes=1,
     )
-    return Plan(
+    return plan_of(
         micro_batch_size=4,
         gradient_accumulation_steps=2,
         effective_batch_size=8 * world_size,
@@ -135,6 +136,9 @@ def make_scaling() -> list[dict[str, Any]]:
         "effective_batch_size": 8,
         "steps_per_epoch": 10,
         "learning_rate": 1e-3,
+        "learning_rates": {"none": 1e-3, "sqrt": 1e-3, "linear": 1e-3},
+        "lr_scaling": "none",
+        "reference_batch_size": 8,
         "peak_bytes": GIB,
         "process_bytes": None,
         "exchanged_bytes": 0,

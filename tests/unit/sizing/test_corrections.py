@@ -23,6 +23,7 @@ from sft_play.sizing.corrections import (
     write_ran_out,
     write_record,
 )
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 CONFIG = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
@@ -135,8 +136,8 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
     path = record_path("{}", "card", CONFIG, plan)
     write_record(path, plan, PROBED)
     ask = corrected_estimator(lambda run, p, complete=False: MEMORY, records_of("{}", "card"))
-    assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
-    assert ask(CONFIG, replace(plan, activations="recompute")).peak_bytes == 300
+    assert ask(CONFIG, plan_with(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
+    assert ask(CONFIG, plan_with(plan, activations="recompute")).peak_bytes == 300
     assert record_path("{}", "another card", CONFIG, plan) != path
     assert record_path('{"layers": 2}', "card", CONFIG, plan) != path
     monkeypatch.setattr(step, "SOURCES", (tmp_path,))  # another predictor
@@ -150,7 +151,7 @@ def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
 
 
 def of_tokens(tokens: int):
-    return replace(PLAN, micro_batch_tokens=tokens, memory=MEMORY)
+    return plan_with(PLAN, micro_batch_tokens=tokens, memory=MEMORY)
 
 
 @pytest.mark.parametrize(

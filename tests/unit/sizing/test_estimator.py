@@ -1,6 +1,5 @@
 """The estimator: the memory of a plan, traced once, cached on disk."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,13 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.plan import Plan
 from sft_play.sizing import estimator as sizing_estimator
 from sft_play.sizing import step, trace
 from sft_play.sizing.budget import device_budget
 from sft_play.sizing.estimator import estimator, is_sampled
 from sft_play.sizing.step import SHARES
 from sft_play.units import GIB
+from tests.plans import plan_of, plan_with
 
 
 def run(mode="lora", **train) -> RunConfig:
@@ -28,7 +27,7 @@ def run(mode="lora", **train) -> RunConfig:
     )
 
 
-PLAN = Plan(
+PLAN = plan_of(
     micro_batch_size=2,
     gradient_accumulation_steps=4,
     effective_batch_size=8,
@@ -67,10 +66,10 @@ def estimate(fresh):
 
 @pytest.mark.thorough
 def test_what_was_traced_is_read_the_second_time_for_any_budget(fresh, monkeypatch):
-    joined = replace(PLAN, padding_free=True, micro_batch_supervised=200)
+    joined = plan_with(PLAN, padding_free=True, micro_batch_supervised=200)
     others = [
-        replace(joined, micro_batch_tokens=500, micro_batch_supervised=300),
-        replace(joined, micro_batch_tokens=900, micro_batch_supervised=500),
+        plan_with(joined, micro_batch_tokens=500, micro_batch_supervised=300),
+        plan_with(joined, micro_batch_tokens=900, micro_batch_supervised=500),
     ]
     estimate = fresh()
     first = [estimate(run(), plan) for plan in (PLAN, joined, *others)]
@@ -114,7 +113,7 @@ def test_target_modules_given_as_a_list_are_a_question_of_their_own(estimate):
 def test_zero2_on_more_gpus_needs_less_for_full_fine_tuning(estimate):
     full = run("full")
     ddp, two, eight = (
-        estimate(full, replace(PLAN, engine=engine, world_size=world, dtype="float32"))
+        estimate(full, plan_with(PLAN, engine=engine, world_size=world, dtype="float32"))
         for engine, world in (("ddp", 2), ("deepspeed_z2", 2), ("deepspeed_z2", 8))
     )
     assert ddp.terms["optimizer"] > two.terms["optimizer"] > eight.terms["optimizer"]
@@ -122,7 +121,7 @@ def test_zero2_on_more_gpus_needs_less_for_full_fine_tuning(estimate):
 
 
 def test_zero2_holds_fp32_states_for_16_bit_weights(estimate):
-    zero = replace(PLAN, engine="deepspeed_z2", world_size=4, dtype="float32")
+    zero = plan_with(PLAN, engine="deepspeed_z2", world_size=4, dtype="float32")
     terms = estimate(run("full"), zero).terms
     parameters = terms["weights"] // 2
     assert terms["optimizer"] == pytest.approx(12 * parameters / 4, rel=1e-3)

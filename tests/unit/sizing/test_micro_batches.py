@@ -10,15 +10,15 @@ import torch
 from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
-from sft_play.plan import Plan
 from sft_play.sizing.estimator import Traces, steps_of
 from sft_play.sizing.micro_batches import anywhere, front, heaviest, with_held
 from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import StepTrace
+from tests.plans import plan_of, plan_with
 from tests.unit.sizing.handmade import TraceBuilder
 
-PLAN = Plan(
+PLAN = plan_of(
     micro_batch_size=2, gradient_accumulation_steps=2, effective_batch_size=4, world_size=1, engine="none",
     max_seq_len=90, packing=False, micro_batch_tokens=300, activations="keep", mixed_precision="no",
     dtype="float32", attention="varlen_sdpa", learning_rate=1e-4, steps_per_epoch=1, total_steps=1, device="cpu",
@@ -45,8 +45,8 @@ def drawn(count: int, seed: int) -> list[MicroBatch]:
 def test_whether_a_first_micro_batch_is_traced_with_gradients(engine, of_several, alone):
     """Of several under DDP it makes its own, beside the buckets that its step's last one fills."""
     run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "x"}})
-    two = replace(PLAN, engine=engine, world_size=2)
-    one = replace(two, gradient_accumulation_steps=1)
+    two = plan_with(PLAN, engine=engine, world_size=2)
+    one = plan_with(two, gradient_accumulation_steps=1)
     first = MicroBatch(JoinedRows(8), 4, first=True)
     assert StepSpec.of(run, two, first).accumulates is of_several
     assert StepSpec.of(run, one, first).accumulates is alone
@@ -56,11 +56,11 @@ def test_whether_a_first_micro_batch_is_traced_with_gradients(engine, of_several
 @pytest.mark.parametrize(("defers", "replicas"), [(True, 1), (False, 2), (False, 1)])
 def test_only_the_last_micro_batch_of_a_step_reduces_gradients_that_wait(defers, replicas):
     run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "x"}})
-    plan = replace(PLAN, engine="fsdp2", world_size=4, defers_exchange=defers, replicas=replicas)
+    plan = plan_with(PLAN, engine="fsdp2", world_size=4, defers_exchange=defers, replicas=replicas)
     waits, later = defers or replicas > 1, MicroBatch(JoinedRows(8), 4)
     first = replace(later, first=True, last=False)
     for steps, places in ((2, [later]), (3, [later, replace(later, last=False)])):
-        plan = replace(plan, gradient_accumulation_steps=steps)
+        plan = plan_with(plan, gradient_accumulation_steps=steps)
         found = anywhere([later], plan)
         assert found == (places if waits else [later])
         exchanges = [StepSpec.of(run, plan, micro).exchanges for micro in (first, *found)]
@@ -115,7 +115,7 @@ def test_several_processes_of_a_cpu_copy_the_batch_that_they_compute(world_size,
     for phase in ("forward", "backward", "optimizer", "evaluation"):
         trace.segment(phase)
         trace.free(trace.allocate(10))
-    plan = replace(PLAN, world_size=world_size, device=device)
+    plan = plan_with(PLAN, world_size=world_size, device=device)
     spec = StepSpec(mode="full", batch=JoinedRows(7), eval_batch=JoinedRows(5))
     micro, evaluated = (MicroBatch(each, 1, held=3) for each in (JoinedRows(7), JoinedRows(5)))
     step = with_held(trace.trace(()).step, spec, plan, RunBatches(held=9), micro, evaluated)

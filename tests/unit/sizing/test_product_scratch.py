@@ -13,6 +13,7 @@ from sft_play.sizing import product_scratch, step
 from sft_play.sizing.product_scratch import MEASURED, Product, ScratchRule, rule_of
 from sft_play.sizing.step import JoinedRows, StepSpec
 from sft_play.sizing.trace import trace_step
+from tests.plans import plan_with
 from tests.unit.sizing.test_cpu_kernels import allocated, peak, recorded
 from tests.unit.train.plans import PLAN
 
@@ -104,7 +105,7 @@ def test_a_plan_says_that_no_rule_describes_the_products_of_its_cpu(monkeypatch)
     rules = (("mm", ScratchRule(4, 0, 0, 0, worst=0.004)), ("bmm", ScratchRule(0, 0, 0, 0, worst=0.3)))
     monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: rules)
     config = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
-    on_cpu = replace(PLAN, device="cpu", mixed_precision="bf16")
+    on_cpu = plan_with(PLAN, device="cpu", mixed_precision="bf16")
     assert tuple(map(str, scratch_reasons(config, on_cpu, 1))) == (
         "scratch of bfloat16 products follows no rule on this CPU, off by 30%",
     )

@@ -15,13 +15,13 @@ from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
-from sft_play.plan import Plan
 from sft_play.sizing.allocator import replay_steps
 from sft_play.sizing.sharded import silent_group
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import TERMS
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from tests.plans import plan_of, plan_with
 from tests.unit.train.plans import PLAN
 
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
@@ -135,7 +135,7 @@ def test_weights_are_gathered_twice_and_the_last_unit_once(steps):
         for kind in (ALL_GATHER, REDUCE_SCATTER)
     }
     assert sent == {ALL_GATHER: 2 * everything - tail, REDUCE_SCATTER: everything}
-    messages = engine_of("fsdp2").messages(work, 4, replace(PLAN, gradient_accumulation_steps=3))
+    messages = engine_of("fsdp2").messages(work, 4, plan_with(PLAN, gradient_accumulation_steps=3))
     assert sum(one.tensor_bytes * one.times for one in messages) == 3 * sum(sent.values())
 
 
@@ -319,7 +319,7 @@ def test_torch_forgets_the_groups_of_a_trace():
 )
 def test_an_engine_that_divides_weights_keeps_no_whole_gradients(engine, accumulation, shards, accumulates):
     run = RunConfig.model_validate({"model": {"name": "a/b"}, "data": {"train_path": "x"}})
-    plan = Plan(
+    plan = plan_of(
         micro_batch_size=2,
         gradient_accumulation_steps=accumulation,
         effective_batch_size=8 * accumulation,

@@ -1,6 +1,5 @@
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from sft_play.train.checkpoints import (
     set_aside_stale,
 )
 from sft_play.train.pickles import FORCE, only_tensors
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -198,13 +198,13 @@ def test_optimizer_state_that_was_split_otherwise_is_converted_if_it_is_adamws(
     (tmp_path / "global_step3").mkdir()
     for rank in range(shards):
         (tmp_path / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    plan = replace(PLAN, engine=engine, world_size=world)
-    assert require_movable(tmp_path, config("adamw"), plan, plan.world_size) == bool(moves)
+    plan = plan_with(PLAN, engine=engine, world_size=world)
+    assert require_movable(tmp_path, config("adamw"), plan, plan.sharing.world_size) == bool(moves)
     if not moves:
-        assert not require_movable(tmp_path, config("adamw_8bit"), plan, plan.world_size)
+        assert not require_movable(tmp_path, config("adamw_8bit"), plan, plan.sharing.world_size)
         return
     with pytest.raises(CheckpointError, match=moves):
-        require_movable(tmp_path, config("adamw_8bit"), plan, plan.world_size)
+        require_movable(tmp_path, config("adamw_8bit"), plan, plan.sharing.world_size)
 
 
 def test_parts_of_many_ranks_come_in_their_order(tmp_path):

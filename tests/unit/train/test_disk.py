@@ -1,6 +1,5 @@
 """How large a checkpoint is expected to be."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.train.disk import checkpoint_bytes
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_has_the_weights_and_what_the_optimizer_keeps_under_this_en
         }
     )
     model = torch.nn.Linear(512, 512, bias=False)
-    job = SimpleNamespace(config=config, plan=replace(PLAN, engine=engine, world_size=2))
+    job = SimpleNamespace(config=config, plan=plan_with(PLAN, engine=engine, world_size=2))
     session: Any = SimpleNamespace(job=job, trainer=SimpleNamespace(model=model))
     weights = model.weight.numel()
     if engine == "deepspeed_z3":  # a weight is nowhere as a whole

@@ -13,6 +13,7 @@ from sft_play.job import Job
 from sft_play.manifest import write_manifest
 from sft_play.runlog import RunDir
 from sft_play.train.resume import differences, require_same_run, settings_of
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -43,7 +44,7 @@ def saved(tmp_path):
         {},
         {"model__name": "/elsewhere/base", "output__name": "moved", "train__save_steps": 7},
         {"train__batch_size": 2, "parallel__engine": "ddp", "eval__limit": 3, "train__report_to": []},
-        {"plan": replace(PLAN, world_size=4, engine="deepspeed_z2", micro_batch_size=1)},
+        {"plan": plan_with(PLAN, world_size=4, engine="deepspeed_z2", micro_batch_size=1)},
     ],
 )
 def test_what_does_not_decide_the_result_may_change(tmp_path, saved, changes):
@@ -53,9 +54,9 @@ def test_what_does_not_decide_the_result_may_change(tmp_path, saved, changes):
 @pytest.mark.parametrize(
     ("changes", "name", "shown"),
     [
-        ({"plan": replace(PLAN, learning_rate=0.5)}, "train.learning_rate", "0.0001 -> 0.5"),
-        ({"plan": replace(PLAN, total_steps=9)}, "train.max_steps", "2 -> 9"),
-        ({"plan": replace(PLAN, effective_batch_size=4)}, "train.effective_batch_size", "8 -> 4"),
+        ({"plan": plan_with(PLAN, learning_rate=0.5)}, "train.learning_rate", "0.0001 -> 0.5"),
+        ({"plan": plan_with(PLAN, total_steps=9)}, "train.max_steps", "2 -> 9"),
+        ({"plan": plan_with(PLAN, effective_batch_size=4)}, "train.effective_batch_size", "8 -> 4"),
         ({"train__seed": 1}, "train.seed", "0 -> 1"),
         ({"rows": "two"}, "data.train_path", "the rows are not the same"),
     ],

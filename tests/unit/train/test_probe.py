@@ -1,18 +1,18 @@
 """How long an average step takes, from the two micro-batches that a probe times."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sft_play.train.probe import _average_step, _Clock
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
 def average(accumulation: int, first: float | None, step: float, tokens: int = 100) -> float:
     """Seconds of a step that has micro-batches of 100 tokens, of which the probe timed at most two."""
-    plan = replace(PLAN, gradient_accumulation_steps=accumulation)
+    plan = plan_with(PLAN, gradient_accumulation_steps=accumulation)
     rows = SimpleNamespace(tokens_per_step=[tokens * accumulation], padding_share=0.0)
     clock = _Clock(lambda phase: None, torch.device("cpu"))
     clock.first, clock.seconds = first, step

@@ -11,6 +11,7 @@ from sft_play.launch.ranks import SINGLE_PROCESS
 from sft_play.machine.gpus import detect
 from sft_play.planning.speed import device_name, read_collectives
 from sft_play.train import ranks
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -21,7 +22,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SIZES", (1 << 10, 1 << 14))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(
-        plan=replace(PLAN, world_size=2, engine="ddp"),
+        plan=plan_with(PLAN, world_size=2, engine="ddp"),
         config=RunConfig.model_validate({"model": {"name": "x"}, "data": {"train_path": "x"}}),
         machine=replace(detect(), gpus=()),
         ranks=SINGLE_PROCESS,

@@ -10,6 +10,7 @@ from sft_play.model.collators import joined_micro_batches, padded_micro_batches
 from sft_play.plan import Plan
 from sft_play.train.rows import evaluation_rows, training_rows
 from tests.conftest import token_rows
+from tests.plans import plan_of
 
 ROWS = token_rows(50)
 DATASET = Dataset.from_list(ROWS)
@@ -20,7 +21,7 @@ def plan(
     accumulation: int, world_size: int, steps: int, *, packing: bool = False, padding_free: bool = True
 ) -> Plan:
     unit = 64 if packing else 1
-    return Plan(
+    return plan_of(
         micro_batch_size=unit * 16 // (accumulation * world_size), gradient_accumulation_steps=accumulation,
         world_size=world_size, effective_batch_size=16 * unit, engine="none", max_seq_len=64, packing=packing,
         padding_free=padding_free, micro_batch_tokens=200, activations="keep", mixed_precision="no",

@@ -1,9 +1,9 @@
 """Which other plans a run times."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 from sft_play.train.settle import _worth_timing
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 
@@ -19,7 +19,7 @@ def row(accumulation, checkpointing=False, speed=0.95, engine="none", fits=True)
 
 def worth(*rows, probe=True, **plan):
     config = SimpleNamespace(train=SimpleNamespace(probe=probe))
-    return _worth_timing(SimpleNamespace(plan=replace(PLAN, alternatives=rows, **plan), config=config))
+    return _worth_timing(SimpleNamespace(plan=plan_with(PLAN, alternatives=rows, **plan), config=config))
 
 
 def test_plans_that_are_close_in_speed_fit_and_have_this_engine():

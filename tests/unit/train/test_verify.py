@@ -1,4 +1,3 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from sft_play.errors import ConfigError, LaunchError
 from sft_play.model import attention
 from sft_play.model.loss_head import add_loss_head
 from sft_play.train.verify import check_causal, check_head, check_in_force, check_isolation, verify
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 CONFIG = LlamaConfig(
@@ -75,19 +75,19 @@ def test_a_head_that_does_more_than_the_loss_knows_is_refused():
         (
             1,
             DistributedType.NO,
-            replace(PLAN, engine="ddp", world_size=2),
+            plan_with(PLAN, engine="ddp", world_size=2),
             "2 processes were requested, but 1 started",
         ),
         (
             2,
             DistributedType.DEEPSPEED,
-            replace(PLAN, engine="ddp", world_size=2),
+            plan_with(PLAN, engine="ddp", world_size=2),
             "override parallel.engine=deepspeed_z2",
         ),
         (
             2,
             DistributedType.MULTI_GPU,
-            replace(PLAN, engine="deepspeed_z2", world_size=2),
+            plan_with(PLAN, engine="deepspeed_z2", world_size=2),
             "override parallel.engine=ddp",
         ),
     ],
@@ -102,7 +102,7 @@ def test_what_was_started_must_be_what_was_planned(processes, started, plan, sai
 def started():
     """A trainer's arguments and a real accelerator, made with these settings."""
 
-    def start(steps=PLAN.gradient_accumulation_steps, **settings):
+    def start(steps=PLAN.batch.accumulation, **settings):
         AcceleratorState._reset_state(reset_partial_state=True)
         args = SimpleNamespace(gradient_accumulation_steps=steps)
         return SimpleNamespace(accelerator=Accelerator(cpu=True, **settings), args=args)

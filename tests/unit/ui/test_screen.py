@@ -8,7 +8,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import Bar, ending, header, make_command
+from sft_play.report.layout import ending, header, make_command
+from sft_play.report.table import Bar
 from sft_play.ui.console import set_console
 from sft_play.ui.progress import spinner
 from sft_play.ui.screen import CONTROL, NamedValues, Screen, Words, visible, whole_words

@@ -1,0 +1,81 @@
+"""A table, laid out once: `on_screen`, in Markdown, and on a page by the macro of page.html.j2."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as ScreenTable
+from rich.text import Text
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts under the names of their columns; the first of each row is its header."""
+
+    kind = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""  # of a page
+    left: Collection[int] = (0,)  # columns of text; those of numbers are aligned on the right
+    bold: Collection[int] = ()  # rows that stand out
+    folded: bool = False  # whether a page shows it after a click
+    # Name of a column -> what it is called on a screen, which has less room; None: it is left out there.
+    short: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def on_screen(
+    table: Table, gap: int = 3, bars: Mapping[int, Sequence[float]] | None = None, mark: str = ""
+) -> ScreenTable:
+    """The table without rules.
+
+    Args:
+        table: what is shown.
+        gap: cells between its columns.
+        bars: column -> share of a whole of each row, as bars to the right of it.
+        mark: what stands before bold rows.
+    """
+    bars = bars or {}
+    screen = ScreenTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    shown = [index for index, name in enumerate(table.head) if table.short.get(name, name) is not None]
+    for index in shown:
+        name = table.head[index]
+        side = "left" if index in table.left else "right"
+        screen.add_column(table.short.get(name, name), justify=side, no_wrap=bool(bars))  # type: ignore[arg-type]
+        if index in bars:
+            screen.add_column("")  # which gives way
+    for number, row in enumerate(table.rows):
+        chosen, cells = number in table.bold, list[str | Bar]()
+        for index in shown:
+            cells.append(row[index] if index else (mark if chosen else " " * len(mark)) + row[index])
+            cells += [Bar(bars[index][number])] if index in bars else []
+        screen.add_row(*cells, style="bold" if chosen else "")
+    return screen
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown; empty without rows."""
+    rows = (table.head, ("---",) * len(table.head), *table.rows)
+    return "\n".join(map(_line, rows)) if table.rows else ""
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+class Bar:
+    """A share of a whole as a bar, of # on screens that have ASCII alone; narrower where there is no room."""
+
+    def __init__(self, share: float, width: int = 12) -> None:
+        self.share, self.width = min(1.0, max(0.0, share)), width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width, options.max_width)
+        whole, rest = divmod(round(self.share * width * len(EIGHTHS)), len(EIGHTHS))
+        full, part = ("#", "") if options.ascii_only else ("█", EIGHTHS[rest].strip())
+        yield Text((full * whole + part).ljust(width))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, self.width)
