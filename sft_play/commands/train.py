@@ -5,7 +5,7 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,12 @@ def train_command(
         CheckpointError: there is no such run to resume.
     """
     resolved = with_flags(resolved, engine, resume)
+    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if resume and not nodes.rank:
-        require_started(RunDir(Path(resolved.config.output.dir) / resolved.config.output.name))
+        require_started(run)
+    if nodes.count == 1 and resolved.config.train.resume == "auto" and is_finished(run, resolved.config):
+        console().print(f"{run.path} has already finished: nothing is left to do, and nothing was changed")
+        return
     with (
         ended_by_signals(),
         connected_machines(nodes) as link,
@@ -69,6 +73,17 @@ def require_started(run: RunDir) -> None:
         what = "has not begun to train" if run.path.is_dir() else "does not exist"
         others = other_runs(run.path.parent)
         raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
+
+
+def is_finished(run: RunDir, config: RunConfig) -> bool:
+    """Whether a run has come to its end with these settings."""
+    if read_json(run.summary).get("status") != "done":
+        return False
+    with suppress(ConfigError):  # a setting of an earlier version
+        begun = load_config(run.config).config
+        how = {"train": {"resume"}, "output": {"dir", "name"}}
+        return begun.model_dump(exclude=how) == config.model_dump(exclude=how)
+    return False
 
 
 def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> ResolvedConfig:
