@@ -47,7 +47,7 @@ def freely():
 def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan():
     kept = {"gradient_checkpointing": False}
     began = fastest_plan(request(config("fsdp2", batch_size=2, **kept)))
-    began = plan_with(began, defers_exchange=not began.defers_exchange)
+    began = plan_with(began, defers_exchange=not began.sharing.defers_exchange)
     freely = fastest_plan(request(config("fsdp2", **kept)))
     assert began.batch.micro != freely.batch.micro
     plan = resumed_plan(request(config("fsdp2", **kept)), began)
