@@ -8,6 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.plan import Plan
+from sft_play.upstream.deepspeed import inference_left_out, slow_builds_told
 
 # What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
 LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
@@ -29,7 +30,7 @@ class Zero(Engine):
     @contextmanager
     def while_starting(self, say: Callable[[str], None]) -> Iterator[None]:
         """Says when DeepSpeed compiles an extension, and leaves out the one that no training uses."""
-        with deepspeed.inference_left_out(), deepspeed.slow_builds_told(say):
+        with inference_left_out(), slow_builds_told(say):
             yield
 
     def trainer_arguments(
