@@ -8,6 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.plan import Plan
+from sft_play.upstream.deepspeed import slow_builds_told
 
 # What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
 LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
@@ -28,7 +29,7 @@ class Zero(Engine):
 
     def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """Says when DeepSpeed compiles an extension."""
-        return deepspeed.slow_builds_told(say)
+        return slow_builds_told(say)
 
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
