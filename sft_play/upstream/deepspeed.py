@@ -38,7 +38,7 @@ def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
 def inference_left_out() -> Iterator[None]:
     """In the block, DeepSpeed does not compile, for a minute on a CPU, what only its inference would call.
 
-    It does when it joins a process group (0.19). What makes this unnecessary: to compile it on the first call.
+    It does when it joins a process group (0.19). What makes this unnecessary: a build on demand.
     """
     from deepspeed import ops
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
