@@ -19,8 +19,14 @@ from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.build import local_device
 from sft_play.plan import Plan
-from sft_play.planning.profile import Curve
-from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
+from sft_play.planning.speed.devices import (
+    SIZES,
+    Collectives,
+    device_name,
+    read_collectives,
+    write_collectives,
+)
+from sft_play.planning.speed.profile import Curve
 from sft_play.ui.console import console, warn
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration
@@ -50,7 +56,7 @@ def process_group(job: Job) -> Iterator[None]:
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group(_backend(job.plan), timeout=timeout)
     try:
-        with engine.while_starting(_say) if job.ranks.is_main else nullcontext():
+        with engine.while_starting(_say if job.ranks.is_main else lambda text: None):
             yield
     except RuntimeError as error:
         if "timed out" not in str(error).lower():

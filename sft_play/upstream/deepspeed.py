@@ -35,6 +35,19 @@ def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
+def inference_left_out() -> Iterator[None]:
+    """In the block, DeepSpeed does not compile, for a minute on a CPU, what only its inference would call.
+
+    It does when it joins a process group (0.19). What makes this unnecessary: a build on demand.
+    """
+    from deepspeed import ops
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    with patched(ops, "__compatible_ops__", {**ops.__compatible_ops__, ShareMemCommBuilder.NAME: False}):
+        yield
+
+
+@contextmanager
 def units_reduced_when_computed() -> Iterator[None]:
     """In the block, ZeRO-3 reduces the gradients of a unit once they are computed, whatever its input needs.
 

@@ -5,6 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+from deepspeed import ops
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from sft_play.engines.deepspeed import clear_abandoned_locks
@@ -29,6 +32,12 @@ def test_a_lock_that_nobody_works_behind_is_removed_and_one_in_use_or_young_stay
         builder.kill()
         builder.wait()
     assert not abandoned.exists() and in_use.exists() and young.exists()
+
+
+def test_what_only_the_inference_of_deepspeed_uses_is_not_compiled():
+    with upstream.inference_left_out():
+        assert build_shm_op() is None
+    assert ops.__compatible_ops__[ShareMemCommBuilder.NAME]
 
 
 class Tiny(CPUOpBuilder):
