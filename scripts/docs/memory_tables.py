@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import RESULTS, in_unit, results, signed, spread, summarized, table
+from benchmarks.markdown import GIB, RESULTS, in_unit, results, signed, spread, summarized, table
 
 # The start of the names of the series that were measured on a GPU.
 GPUS = {
@@ -68,6 +68,41 @@ def gpu_proofs(folder: Path = RESULTS / "gpu") -> str:
     if not rows:
         return "No file yet."
     return table(("machine", "torch", "tests", "allocated", "reserved", "divided", "times plain TRL"), rows)
+
+
+def steps_on_a_gpu() -> str:
+    """Our own steps on a GPU: bytes of tensors, predicted and measured, and the error of what is reserved."""
+    rows = [
+        [
+            row["key"],
+            f"{max(row['predicted']['phases'].values()):,}",
+            f"{row['measured']['peak']:,}",
+            signed(row["error"], 4),
+            signed(row["error_reserved"], 2),
+        ]
+        for row in results("gpu/NVIDIA-H200-x1")["steps"]
+    ]
+    return table(("step", "bytes predicted", "measured", "error", "of reserved bytes"), rows)
+
+
+def speeds_on_a_gpu() -> str:
+    """Tokens per second of our own steps on a GPU, and of plain TRL's."""
+    sides = {
+        "sft-play": "packed, as it was by default",
+        "liger": "packed, `train.kernels=liger`",
+        "compiled": "packed, `train.compile=true`",
+        "trl_tuned": "plain TRL, its Liger switch, rows padded",
+    }
+    rows = [
+        [
+            f"{turn['course'].removesuffix(', packed')}, {sides[turn['side']]}",
+            f"{turn['tokens_per_second']:,.0f}",
+            f"{turn['mfu']:.0%}",
+            in_unit(turn["peak_bytes"], GIB),
+        ]
+        for turn in results("gpu/NVIDIA-H200-x1")["turns"]
+    ]
+    return table(("step", "tokens/s without padding", "MFU", "allocated peak"), rows)
 
 
 def compiled_on_a_cpu() -> str:

@@ -28,6 +28,8 @@ from scripts.docs.memory_tables import (
     random_on_a_cpu,
     reserved,
     reserved_open,
+    speeds_on_a_gpu,
+    steps_on_a_gpu,
 )
 from sft_play.cli import INTERRUPTED_BY_USER
 from sft_play.config.train import TrainConfig
@@ -355,6 +357,8 @@ TABLES = {
     "evidence-overlap": evidence_overlap,
     "evidence-sharded": evidence_sharded,
     "gpu-proofs": gpu_proofs,
+    "steps-on-a-gpu": steps_on_a_gpu,
+    "speeds-on-a-gpu": speeds_on_a_gpu,
     "reserved": reserved,
     "reserved-open": reserved_open,
     "faults": faults,
