@@ -17,10 +17,11 @@ from sft_play.parts import RECOMPUTED, Activations
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch
 
+KEPT = Activations()
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
 
 
-def gradients(name, spec, how=Activations()):
+def gradients(name, spec, how=KEPT):
     """Of all that is trained, and how often tensors were brought back from RAM."""
     torch.manual_seed(0)
     dropout = 0.0 if name == "qwen3_moe" else 0.1  # which fused experts do not allow
