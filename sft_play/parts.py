@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sft_play.units import AUTOCAST
+
+if TYPE_CHECKING:
+    from sft_play.config.train import TrainConfig
 
 # Names in a plan's JSON, of the fields that have another one here.
 JSON_NAMES = {
@@ -183,8 +186,27 @@ class Activations:
         known = {each.name: values.get(JSON_NAMES.get(each.name, each.name)) for each in fields(cls)}
         return cls(**{"policy": older} | {name: value for name, value in known.items() if value is not None})
 
+    def tile(self, tokens: int) -> int:
+        """The most tokens that an MLP computes at a time of so many that a process has; 0: all."""
+        return -(-tokens // self.mlp_tiles) if self.in_tiles else 0
+
 
 RECOMPUTED = Activations(policy="recompute")
+
+
+def ways(train: "TrainConfig", device: str) -> Iterator[Activations]:
+    """What may become of activations, the fastest first.
+
+    A CPU has no other memory to offload to, compiled layers cannot.
+    """
+    if train.asked_activations != "auto":
+        yield Activations(policy=train.asked_activations)
+        return
+    if not train.asks_tiles:
+        yield Activations()
+    yield RECOMPUTED
+    if device == "cuda" and not train.compile:
+        yield Activations(policy="offload")
 
 
 @dataclass(frozen=True, kw_only=True)
