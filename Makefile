@@ -244,7 +244,7 @@ train-fsdp-tb: $(READY) ## train-fsdp, with TensorBoard
 
 .PHONY: resume
 resume: $(READY) ## Continue from the latest checkpoint (NGPU=2 for two)
-	$(SFT) train --resume $(SOME) $(WITH_CONFIG)
+	$(SFT) train --resume $(SOME) $(OF_RUN)
 
 .PHONY: tensorboard
 tensorboard: $(READY) ## Start TensorBoard on 127.0.0.1, on a free port

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from sft_play.commands import handlers
+from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
@@ -154,7 +154,7 @@ def train(
     args = arguments(
         "train", _overrides(settings), config=config, processes=processes, engine=engine, resume=resume
     )
-    handlers.train(args)
+    args.run()
     output = load_config(args.config, args.overrides).config.output
     return Run(Path(output.dir) / output.name)
 

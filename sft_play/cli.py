@@ -9,7 +9,12 @@ import traceback
 import click
 from rich.text import Text
 
-from sft_play.commands import data_handlers, first_handlers, handlers  # noqa: F401 - they declare the commands
+from sft_play.commands import (  # noqa: F401 - they declare the commands
+    data_handlers,
+    first_handlers,
+    handlers,
+    machine_handlers,
+)
 from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
@@ -70,7 +75,7 @@ def explained(error: BaseException, args: Arguments) -> BaseException:
     from sft_play.libraries import library_failure
 
     config = None
-    if getattr(args, "config", None):
+    if args.config:
         with contextlib.suppress(SftPlayError):
             config = load_config(args.config, args.overrides).config
     return library_failure(error, config) or error
@@ -172,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         require_output()
     try:
         with console_on_stderr() if args.json else contextlib.nullcontext():
-            code = args.function(args)
+            code = args.run()
         sys.stdout.flush()
         return code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
@@ -182,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
 RANK = click.Command(
     "train_distributed.py",
     help="Run one rank of a distributed training run.",
-    callback=Arguments,
+    callback=lambda config, overrides, **flags: Arguments(
+        "train_distributed.py", run_rank, flags, config=config, overrides=overrides
+    ),
     params=[
         click.Option(["--config"], required=True, help="YAML config file"),
         click.Option(["--probe"], is_flag=True, help="measure the largest batch and exit"),
@@ -213,7 +220,7 @@ def run_rank(argv: list[str]) -> int:
         with importing_libraries():
             from sft_play.commands.rank import run_rank as train_rank
 
-        train_rank(args.config, args.overrides, ranks, probe_only=args.probe)
+        train_rank(args.config, list(args.overrides), ranks, probe_only=args.flags["probe"])
     except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - every error becomes an exit code here
         trace = "".join(traceback.format_exception(raised))
         error = raised if says_lost_peer(trace) else explained(raised, args)

@@ -9,13 +9,16 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sft_play.choices.kernels import FLOAT8, LAYERS
+
 PACKAGE = Path(__file__).parent
 MODEL_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 # Of what a plan finds out about models, data and settings: those, and what reads files, renders templates and
 # splits texts into tokens. Whatever else is installed or renewed changes no answer.
 ANSWERING_PACKAGES = {
-    *MODEL_PACKAGES, "datasets", "huggingface_hub", "jinja2", "liger_kernel", "numpy", "pandas", "protobuf",
-    "pyarrow", "regex", "safetensors", "sentencepiece", "tiktoken", "tokenizers", "torchao", "triton",
+    *MODEL_PACKAGES, "datasets", "huggingface_hub", "jinja2", "numpy", "pandas", "protobuf",
+    "pyarrow", "regex", "safetensors", "sentencepiece", "tiktoken", "tokenizers",
+    *(module for row in (FLOAT8, *LAYERS.values()) for module in row.packages),
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class RunDir:
     probe = _Within("probe.json")  # what `make probe` found
     data = _Within("data.json")  # statistics of the data that the run was started with
     environment = _Within("environment.json")  # the machine and the versions that it was started with
-    base = _Within("base.json")  # hashes of the base model in a folder that it was started with
+    base = _Within("base.json")  # what a base model in a folder is known by
     summary = _Within("summary.json")  # status and results
     report = _Within("report.html")
     harness = _Within("eval-lm.json")  # what `make eval-lm` found

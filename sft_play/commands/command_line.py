@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +22,26 @@ if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
     from sft_play.config.schema import RunConfig
 
-Arguments = SimpleNamespace  # of a command, by the names of its flags
-Handler = Callable[[Arguments], int]
+Handler = Callable[..., int]  # of Arguments, and of the flags of its command by their names
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was typed."""
+
+    command: str
+    handler: Handler
+    flags: Mapping[str, Any]  # of this command, read by click
+    prints: bool = False  # whether all that the command makes is what it prints
+    json: bool = False
+    config: str = ""  # "" without one
+    overrides: tuple[str, ...] = ()
+
+    def run(self) -> int:
+        """Runs the command and returns its exit code."""
+        return self.handler(self, **self.flags)
+
+
 Decorator = Callable[[Handler], Handler]
 
 
@@ -93,9 +111,10 @@ def command(
             flag("overrides", "settings to override", nargs=-1, metavar="[section.key=value]...")(function)
             flag("--config", where, required=needs_config, type=click.Path())(function)
 
-        def parsed(**values: Any) -> Arguments:
-            common = {"command": name, "function": function, "prints": prints, "json": False}
-            return Arguments(**common | values)
+        def parsed(
+            config: str | None = None, overrides: tuple[str, ...] = (), json: bool = False, **flags: Any
+        ) -> Arguments:
+            return Arguments(name, function, flags, prints, json, config or "", overrides)
 
         shown = "\n".join(["\b", "Examples:", *(f"  sft-play {name} {words}".rstrip() for words in examples)])
         parameters = function.__dict__.pop("__click_params__", [])[::-1]
@@ -182,10 +201,9 @@ def end(
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
     elif then:
-        config, overrides = args.config, args.overrides
-        if run and overrides and run.config.exists():
-            config, overrides = run.config, ()
-        console().print(*shown, ending({}, [make_command(target, config, overrides) for target in then]))
+        trained = run.config if run and args.overrides and run.config.exists() else None
+        typed = (trained, ()) if trained else (args.config, args.overrides)
+        console().print(*shown, ending({}, [make_command(target, *typed) for target in then]))
     elif shown:
         console().print(*shown)
     return 0

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from sft_play.commands.command_line import Arguments
+from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -39,7 +39,7 @@ def asked_tokens(typed: str) -> int | None:
 
 
 def context_answer(
-    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
+    asked: Asked, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
 ) -> tuple[dict[str, Any], RenderableType]:
     """The longest rows as JSON and as a report.
 
@@ -47,10 +47,10 @@ def context_answer(
         ConfigError: CONTEXT is no length, or more than the model has positions; or nothing says which GPU.
         DoesNotFitError: rows of the asked length fit nowhere; says how long they may be.
     """
-    config, asked = resolved.config, asked_tokens(args.context)
-    if args.model and not args.gpu:
+    config, length = resolved.config, asked_tokens(asked.context or LONGEST)
+    if asked.model and not asked.gpu:
         raise ConfigError(
-            f'CONTEXT={args.context} is answered for one kind of GPU: add GPU="H100 80GB" (and NGPU=8)'
+            f'CONTEXT={asked.context} is answered for one kind of GPU: add GPU="H100 80GB" (and NGPU=8)'
         )
     if config.train.packing and config.train.effective_batch_size:
         raise ConfigError(
@@ -58,28 +58,29 @@ def context_answer(
             "their tokens: leave it out"
         )
     positions = architecture.facts.position_limit
-    if asked is not None:
-        require_positions("CONTEXT", asked, config.model, positions)
-    unsaid = args.config is None and resolved.origins["tuning.mode"] == "default"
+    if length is not None:
+        require_positions("CONTEXT", length, config.model, positions)
+    unsaid = not asked.config and resolved.origins["tuning.mode"] == "default"
     modes = MODES if unsaid else (config.tuning.mode,)
-    here = None if args.gpu else detect()
-    counts = (args.gpus,) if args.gpus else COUNTS if here is None else (len(here.gpus) or 1,)
-    facts = DataFacts.full_rows(asked or LEAST, config.train.seed)
+    here = what_if(asked.gpu, 1) if asked.gpu else detect()
+    counts = (asked.gpus,) if asked.gpus else COUNTS if asked.gpu else (len(here.gpus) or 1,)
+    facts = DataFacts.full_rows(length or LEAST, config.train.seed)
     requests = [
-        Request(config, architecture, facts, here or what_if(args.gpu, count), count) for count in counts
+        Request(config, architecture, facts, what_if(asked.gpu, count) if asked.gpu else here, count)
+        for count in counts
     ]
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))
     with progress_bar("looking for the longest rows", total) as advance:
-        rows = longest_rows(requests, modes, asked, advance)
+        rows = longest_rows(requests, modes, length, advance)
     tree = {
         "model": config.model.name,
         "gpu": machine.gpus[0].name if machine.gpus else None,
-        "asked": asked or LONGEST,
+        "asked": length or LONGEST,
         "positions": positions,
         "rows": rows,
         "why": notes,
     }
-    if asked is not None and not any(row.get("fits") for row in rows):
+    if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return tree, context_report(tree)

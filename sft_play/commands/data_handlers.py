@@ -27,9 +27,9 @@ from sft_play.units import counted, listed
 
 @command("prepare", as_json=True, prints=True)
 @number("--show", "SHOW", "print the first N training rows", 0, default=0)
-def prepare(args: Arguments) -> int:
+def prepare(args: Arguments, show: int) -> int:
     """Tokenize the data and show its statistics."""
-    from sft_play.data import show
+    from sft_play.data.show import print_samples, table
 
     what = "converts, renders and tokenizes the rows; keeps the result for the run"
     announce(args, what, reads_rows=True)
@@ -37,13 +37,13 @@ def prepare(args: Arguments) -> int:
         from sft_play.model.load import load_data
     loaded = load_data(loaded_config(args), progress=not args.json)
     if not args.json:
-        console().print(show.table(loaded.rows))
-        if args.show:
-            show.print_samples(loaded.rows, loaded.tokenizer, args.show)
+        console().print(table(loaded.rows))
+        if show:
+            print_samples(loaded.rows, loaded.tokenizer, show)
     hint = Words(
         Text(as_typed("SHOW=3 shows rows as they are trained, what is learned in colour"), style="dim")
     )
-    shown = [""] if args.show else ["", hint, ""]
+    shown = [""] if show else ["", hint, ""]
     return end(args, loaded.rows.stats, *shown, then=["plan", "train"])
 
 
@@ -59,14 +59,14 @@ def process(args: Arguments) -> int:
 
 @command("style")
 @flag("--style", "system prompt to add", required=True, metavar="TEXT")
-def style(args: Arguments) -> int:
+def style(args: Arguments, style: str) -> int:
     """Data step 2: add a system prompt to the conversations."""
     from sft_play.data import show
 
     announce(args, "adds a system prompt to the conversations")
     folder = _data_folder(args)
     rows, out = _processed(folder), folder / "styled.jsonl"
-    return _report_counts(args, out, show.style(rows, out, args.style), "render")
+    return _report_counts(args, out, show.style(rows, out, style), "render")
 
 
 @command("render")
@@ -88,20 +88,20 @@ def render(args: Arguments) -> int:
 @flag("--input", "folder of documents", type=Path, required=True, metavar="FOLDER")
 @flag("--output", "JSONL file to write", type=Path, required=True, metavar="FILE")
 @force
-def dapt_docx(args: Arguments) -> int:
+def dapt_docx(args: Arguments, input: Path, output: Path, force: bool) -> int:
     """Convert a folder of .docx, .pdf, .txt and .md documents to raw text for data.task=cpt."""
     from sft_play.commands.documents import convert_documents
 
-    done = convert_documents(args.input, args.output, force=args.force)
-    result = {"output": str(args.output), "documents": done.counts["written"], "skipped": done.skipped}
+    done = convert_documents(input, output, force=force)
+    result = {"output": str(output), "documents": done.counts["written"], "skipped": done.skipped}
     if not args.json:
         for reason in dict.fromkeys(done.skipped.values()):
             names = listed([name for name, other in done.skipped.items() if other == reason], 4)
             console().print(f"  skipped: {names}: {reason}")
     text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} skipped"
-    settings = ["data.task=cpt", f"data.train_path={args.output}"]
+    settings = ["data.task=cpt", f"data.train_path={output}"]
     command = make_command("train", "configs/run_lora.yaml", settings)
-    return end(args, result, text, ending({"file": args.output}, [command]))
+    return end(args, result, text, ending({"file": output}, [command]))
 
 
 def _data_folder(args: Arguments) -> Path:

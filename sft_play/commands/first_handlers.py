@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from sft_play.commands.command_line import Arguments, arguments, command, flag
-from sft_play.commands.handlers import train
 from sft_play.errors import ConfigError, StorageError
 from sft_play.report.layout import ending, make_command
 from sft_play.resources import CONFIGS
@@ -17,26 +16,26 @@ DEMO = "configs/demo.yaml"
 @flag("overrides", "settings to override", nargs=-1, metavar="[section.key=value]...")
 def demo(args: Arguments) -> int:
     """Train the demo, without a download or a GPU: `train --config configs/demo.yaml`."""
-    return train(arguments("train", args.overrides, config=DEMO))
+    return arguments("train", args.overrides, config=DEMO).run()
 
 
 @command("init", config=False, examples=["", "mine.yaml"])
 @flag("file", "YAML file to write (default: my.yaml)", default=Path("my.yaml"), type=Path)
-def init(args: Arguments) -> int:
+def init(args: Arguments, file: Path) -> int:
     """Write a config to start from, with comments."""
-    text = (CONFIGS / "starter.yaml").read_text(encoding="utf-8").replace("my.yaml", str(args.file))
+    text = (CONFIGS / "starter.yaml").read_text(encoding="utf-8").replace("my.yaml", str(file))
     text = as_typed(text.replace("$schema=schema.json", f"$schema={CONFIGS / 'schema.json'}"))
     try:
-        with args.file.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
     except FileExistsError:
-        found = f"{args.file} exists and is not overwritten"
+        found = f"{file} exists and is not overwritten"
         raise ConfigError(f"{found}; name another file: sft-play init another.yaml") from None
     except OSError as error:
-        raise StorageError(f"{args.file} cannot be written: {error.strerror}") from None
+        raise StorageError(f"{file} cannot be written: {error.strerror}") from None
     commands = [
-        make_command("prepare", args.file, SHOW=3),
-        *(make_command(target, args.file) for target in ("check", "train")),
+        make_command("prepare", file, SHOW=3),
+        *(make_command(target, file) for target in ("check", "train")),
     ]
-    console().print(ending({"wrote": args.file, "edit": "model.name and data.train_path in it"}, commands))
+    console().print(ending({"wrote": file, "edit": "model.name and data.train_path in it"}, commands))
     return 0

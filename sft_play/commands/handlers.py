@@ -1,8 +1,6 @@
 """One function per command; what takes long is imported when it runs, so that light commands start fast."""
 
-import json
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +20,6 @@ from sft_play.commands.command_line import (
     number,
     switch,
 )
-from sft_play.machine import gpus
 from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
@@ -35,69 +32,6 @@ processes = number(
     "--processes", "NGPU", "processes; 0: one per visible GPU (default: 1)", 0, MOST_PROCESSES, default=1
 )
 folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs", show_default=True)
-
-
-@command("gpu-info", config=False, as_json=True, prints=True)
-def gpu_info(args: Arguments) -> int:
-    """Show GPUs, CPU and RAM of this machine."""
-    from sft_play.report.machine import gpu_info_table
-
-    machine = gpus.detect()
-    return end(args, gpus.to_json(machine), gpu_info_table(machine))
-
-
-@command("memory-check", config=False, as_json=True, prints=True)
-def memory_check(args: Arguments) -> int:
-    """Show the memory that is available to a run."""
-    from sft_play.report.machine import memory_table
-
-    machine = gpus.detect()
-    report = gpus.memory_report(machine)
-    return end(args, report, memory_table(machine, report["left_per_process_bytes"]))
-
-
-@command("device-profile", config=False, as_json=True, prints=True)
-@switch("--again", "measure again")
-def device_profile(args: Arguments) -> int:
-    """Show what operations cost on this device; they are measured the first time."""
-    from sft_play.report.profile import profile_report
-
-    with importing():
-        from sft_play.planning.speed import checked, device_name, read_collectives, saved_profile
-    machine = gpus.detect()
-    tree = json.loads(checked(saved_profile(machine, 1, again=args.again), machine).to_json())
-    measured = read_collectives(device_name(machine))
-    tree["collectives"] = {str(count): asdict(found) for count, found in measured.items()}
-    return end(args, tree, profile_report(tree))
-
-
-@command("setup-accelerate", config=False)
-@switch("--auto", "write the config without asking questions")
-def setup_accelerate(args: Arguments) -> int:
-    """Write accelerate's default config, with its wizard or for this machine (--auto)."""
-    from sft_play.launch.accelerate_config import setup_accelerate as setup
-
-    return setup(args.auto)
-
-
-@command("config-schema", config=False, prints=True)
-def config_schema(args: Arguments) -> int:
-    """Print the JSON schema of config files."""
-    from sft_play.config.load import json_schema
-
-    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
-    return 0
-
-
-@command("clean-cache", config=False)
-def clean_cache(args: Arguments) -> int:
-    """Remove what can be found out again: tokenized rows, traces, measurements, built-in models."""
-    from sft_play.cache import cache_dir, clear, project_dir
-    from sft_play.units import format_bytes
-
-    for folder in dict.fromkeys((project_dir(), cache_dir())):
-        console().print(f"removed     {format_bytes(clear(folder))} from {folder}")
-    return 0
 
 
 @command("check", as_json=True, prints=True, examples=["--config my.yaml"])
@@ -140,10 +74,10 @@ def check(args: Arguments) -> int:
 @flag("--lengths", "or how their lengths are spread", metavar="lognormal:MEDIAN:P95")
 @amount("--gpu-hour", "GPU_HOUR", "price of a GPU for an hour; the plan says what the run costs", "PRICE")
 @switch("--why", "also say why, and show memory by phase and other numbers of GPUs")
-def plan(args: Arguments) -> int:
+def plan(args: Arguments, model: str | None, **_flags: object) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
     if args.config:
-        announce(args, *([f"with {args.model}"] if args.model else []))
+        announce(args, *([f"with {model}"] if model else []))
     with importing():
         from sft_play.commands.plan import plan_command
         from sft_play.report.layout import ending
@@ -154,7 +88,7 @@ def plan(args: Arguments) -> int:
 @command("probe", as_json=True)
 @processes
 @engine
-def probe(args: Arguments) -> int:
+def probe(args: Arguments, processes: int, engine: str | None) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
     from sft_play.report.memory import probe_report
 
@@ -162,7 +96,7 @@ def probe(args: Arguments) -> int:
     resolved = announce(args, what, reads_rows=True)
     with importing():
         from sft_play.commands.probe import probe_command
-    result = probe_command(resolved, processes=args.processes, engine=args.engine)
+    result = probe_command(resolved, processes=processes, engine=engine)
     return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
 
 
@@ -183,23 +117,33 @@ def probe(args: Arguments) -> int:
 @flag("--node-rank", "rank of this node; rank 0 writes the run directory", metavar="N")
 @flag("--master-addr", "address of node 0 for the other nodes", metavar="ADDRESS")
 @flag("--master-port", "port on node 0 (default: 29500)", metavar="PORT")
-def train(args: Arguments) -> int:
+def train(
+    args: Arguments,
+    processes: int,
+    engine: str | None,
+    tensorboard: bool,
+    resume: bool,
+    nodes: str | None,
+    node_rank: str | None,
+    master_addr: str | None,
+    master_port: str | None,
+) -> int:
     """Train, in one process or in several through accelerate."""
     from sft_play.launch.nodes import read_nodes
     from sft_play.launch.tensorboard import while_training
     from sft_play.report.layout import make_settings
 
-    settings = make_settings(args.config, args.overrides, NGPU=args.processes, ENGINE=args.engine)
-    nodes = read_nodes(settings, args.nodes, args.node_rank, args.master_addr, args.master_port)
-    if nodes.count > 1:
+    settings = make_settings(args.config, args.overrides, NGPU=processes, ENGINE=engine)
+    machines = read_nodes(settings, nodes, node_rank, master_addr, master_port)
+    if machines.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    resolved = announce(args, name="resume" if args.resume else "train", reads_rows=nodes.count == 1)
+    resolved = announce(args, name="resume" if resume else "train", reads_rows=machines.count == 1)
     with importing():
         from sft_play.commands.train import train_command
     runs = Path(resolved.config.output.dir)
-    with while_training(runs) if args.tensorboard else nullcontext():
-        train_command(resolved, processes=args.processes, engine=args.engine, resume=args.resume, nodes=nodes)
+    with while_training(runs) if tensorboard else nullcontext():
+        train_command(resolved, processes=processes, engine=engine, resume=resume, nodes=machines)
     return 0
 
 
@@ -211,19 +155,28 @@ def train(args: Arguments) -> int:
 @flag("--time", "time limit, e.g. 24:00:00")
 @flag("--account", "SLURM account")
 @flag("--sbatch", 'further options of sbatch, e.g. "--qos=high --exclusive"', metavar="OPTIONS")
-def slurm(args: Arguments) -> int:
+def slurm(
+    args: Arguments,
+    nodes: str | None,
+    gpus: str | None,
+    engine: str | None,
+    partition: str | None,
+    time: str | None,
+    account: str | None,
+    sbatch: str | None,
+) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
     from sft_play.launch.slurm import read_job, submission_summary, submit
     from sft_play.planning.batch import batch_choices
 
     config = announce(args, name="train-slurm").config
-    options = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}
-    job = read_job(args.nodes, args.gpus, config.output.name, **options)
+    options = {"partition": partition, "time": time, "account": account, "more": sbatch}
+    job = read_job(nodes, gpus, config.output.name, **options)
     if job.processes and not config.train.packing:
         # Raise errors now and not after hours in the queue.
         groups = job.nodes * job.processes // config.parallel.sequence_ranks
         batch_choices(config.train, max(1, groups), None)
-    job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
+    job_id = submit(job, config=args.config, engine=engine, overrides=args.overrides)
     console().print(submission_summary(job_id, job))
     return 0
 
@@ -231,39 +184,39 @@ def slurm(args: Arguments) -> int:
 @command("tensorboard", config=False)
 @folder_of_runs
 @switch("--stop", "stop the TensorBoard of this folder")
-def tensorboard(args: Arguments) -> int:
+def tensorboard(args: Arguments, runs: Path, stop: bool) -> int:
     """Start TensorBoard on 127.0.0.1 and a free port, or stop it."""
     from sft_play.launch import tensorboard as server
 
-    if args.stop:
-        stopped = server.stop(args.runs)
+    if stop:
+        stopped = server.stop(runs)
         console().print("stopped TensorBoard" if stopped else "TensorBoard is not running")
     else:
-        server.start(args.runs)
+        server.start(runs)
     return 0
 
 
 @command("studio", config=False)
 @folder_of_runs
-def studio(args: Arguments) -> int:
+def studio(args: Arguments, runs: Path) -> int:
     """Show runs, live curves, comparisons and plans as web pages on 127.0.0.1, on a free port."""
     from sft_play.studio.server import serve
 
-    serve(args.runs)
+    serve(runs)
     return 0
 
 
 @command("eval", as_json=True, examples=["--config my.yaml --split test"])
 @flag("--split", "(default: val)", type=click.Choice(["val", "test"]), default="val")
 @number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)
-def evaluate(args: Arguments) -> int:
+def evaluate(args: Arguments, split: str, limit: int | None) -> int:
     """Compare base, adapter and merged model on held-out rows."""
-    what = f"each model's loss on all rows of the {args.split} split, and its answers to some of them"
+    what = f"each model's loss on all rows of the {split} split, and its answers to some of them"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.evaluate import evaluate_run
         from sft_play.commands.report import try_report
-    result = evaluate_run(loaded_config(args), run, args.split, args.limit)
+    result = evaluate_run(loaded_config(args), run, split, limit)
     try_report(run)
     return end(args, result, then=["infer", *(["merge"] if result["left_out"] else [])], run=run)
 
@@ -275,16 +228,23 @@ def evaluate(args: Arguments) -> int:
 @number("--limit", "LIMIT", "rows of each task (default: all)", 1)
 @number("--shots", "SHOTS", "examples in the prompt (default: the task's)", 0)
 @switch("--chat", "put prompts into the chat template of the run")
-def evaluate_tasks(args: Arguments) -> int:
+def evaluate_tasks(
+    args: Arguments,
+    tasks: str,
+    what: str,
+    input: Path | None,
+    limit: int | None,
+    shots: int | None,
+    chat: bool,
+) -> int:
     """Run tasks of lm-eval on the trained model, its base or the merged model."""
-    tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
+    names = tuple(filter(None, (task.strip() for task in tasks.split(","))))
     whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
-    what = f"runs lm-eval on {whom[args.what]}: {', '.join(tasks)}"
-    run = finished_run(announce(args, what))
+    run = finished_run(announce(args, f"runs lm-eval on {whom[what]}: {', '.join(names)}"))
     with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
         from sft_play.commands.report import try_report
-    options = Options(tasks, args.what, args.input, args.limit, args.shots, args.chat)
+    options = Options(names, what, input, limit, shots, chat)
     result = evaluate_tasks(loaded_config(args), run, options)
     try_report(run)
     return end(args, result)
@@ -294,76 +254,76 @@ def evaluate_tasks(args: Arguments) -> int:
 @flag("--input", "file with prompts; without it, start a chat", type=Path)
 @flag("--output", "JSONL file to write the answers to", type=Path)
 @force
-def infer(args: Arguments) -> int:
+def infer(args: Arguments, input: Path | None, output: Path | None, force: bool) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
-    what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
+    what = f"answers the prompts in {input}" if input else "a chat with the trained model"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.infer import chat, infer_batch
     config = loaded_config(args)
-    if not args.input:
+    if not input:
         chat(config, run)
         return 0
-    output = args.output or run.path / "answers.jsonl"
-    return end(args, infer_batch(config, run, args.input, output, force=args.force))
+    output = output or run.path / "answers.jsonl"
+    return end(args, infer_batch(config, run, input, output, force=force))
 
 
 @command("merge", as_json=True)
 @flag("--output", "folder for the merged model (default: merged/ in the run directory)", type=Path)
 @flag("--dtype", "data type of the saved weights", type=click.Choice(DTYPES), default="auto")
-def merge(args: Arguments) -> int:
+def merge(args: Arguments, output: Path | None, dtype: str) -> int:
     """Merge the adapter into the unquantized base model."""
     run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
     with importing():
         from sft_play.commands.merge import merge as merge_run
-    result = merge_run(loaded_config(args), run, args.output, args.dtype)
+    result = merge_run(loaded_config(args), run, output, dtype)
     return end(args, result, then=["merge-test", "export"], run=run)
 
 
 @command("merge-test", as_json=True)
 @flag("--output", "folder of the merged model", type=Path)
-def merge_test(args: Arguments) -> int:
+def merge_test(args: Arguments, output: Path | None) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     what = "compares the logits of the merged model with those of the adapter model"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.merge import merge_test as test
-    return end(args, test(loaded_config(args), run, args.output), "", then=["export"], run=run)
+    return end(args, test(loaded_config(args), run, output), "", then=["export"], run=run)
 
 
 @command("export", as_json=True)
 @flag("--format", "(default: gguf, the only one)", type=click.Choice(["gguf"]), default="gguf")
 @flag("--output", "folder to write (default: gguf/ in the run directory)", type=Path)
 @flag("--dtype", "f32, f16, bf16, q8_0, or auto: that of the merged model (default)", default="auto")
-def export(args: Arguments) -> int:
+def export(args: Arguments, format: str, output: Path | None, dtype: str) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
     run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
     with importing():
         from sft_play.commands.export import export as export_run
-    return end(args, export_run(loaded_config(args), run, args.output, args.dtype))
+    return end(args, export_run(loaded_config(args), run, output, dtype))
 
 
 @command("push", as_json=True)
 @flag("--repo", "repository on the Hub", required=True, metavar="USER/NAME")
 @flag("--what", "(default: result)", type=click.Choice(["result", "merged"]), default="result")
 @switch("--public", "make a public repository (default: private)")
-def push(args: Arguments) -> int:
+def push(args: Arguments, repo: str, what: str, public: bool) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
     from sft_play.hub import access_token
 
-    what = "the merged model" if args.what == "merged" else "what was trained"
-    visible = "public" if args.public else "private"
-    run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub: {visible}"))
-    access_token(args.repo)  # reports mistakes before libraries are loaded
+    model = "the merged model" if what == "merged" else "what was trained"
+    visible = "public" if public else "private"
+    run = finished_run(announce(args, f"uploads {model} to {repo} on the Hugging Face Hub: {visible}"))
+    access_token(repo)  # reports mistakes before libraries are loaded
     with importing():
         from sft_play.commands.push import push as push_run
-    return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))
+    return end(args, push_run(loaded_config(args), run, repo, part=what, public=public))
 
 
 @command("report", config=False, examples=["", "my"])
 @flag("name", "name or path of the run (default: the latest)", required=False)
 @folder_of_runs
-def report(args: Arguments) -> int:
+def report(args: Arguments, name: str | None, runs: Path) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
     from sft_play.cache import project_dir
     from sft_play.commands.report import lacks_scaling, write_report
@@ -371,7 +331,7 @@ def report(args: Arguments) -> int:
     from sft_play.runlog import RunDir
 
     with quiet_libraries(project_dir() / "report.log"):
-        run = find_run(args.name, args.runs)
+        run = find_run(name, runs)
         if lacks_scaling(RunDir(run)):
             with importing():
                 from sft_play.commands.scaling import add_scaling
@@ -386,14 +346,14 @@ def report(args: Arguments) -> int:
 @folder_of_runs
 @flag("--output", "HTML file to write (default: compare.html beside the first run)", type=Path)
 @force
-def compare(args: Arguments) -> int:
+def compare(args: Arguments, names: tuple[str, ...], runs: Path, output: Path | None, force: bool) -> int:
     """Put runs side by side, as one HTML file."""
     from sft_play.cache import project_dir
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
 
     with quiet_libraries(project_dir() / "report.log"):
-        runs, path = compare_command(args.names, args.runs, args.output, force=args.force)
-        console().print(compare_table(runs))
+        found, path = compare_command(names, runs, output, force=force)
+        console().print(compare_table(found))
         console().print(f"wrote {path}")
     return 0

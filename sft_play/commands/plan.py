@@ -11,6 +11,7 @@ from sft_play.builtin.demo import materialise
 from sft_play.cache import project_dir
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
+from sft_play.commands.plan_flags import Asked
 from sft_play.config.inputs import asked_name
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.methods import METHODS
@@ -51,55 +52,56 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         ConfigError: neither a config nor a model is given, or as of `fastest_plan`.
         DoesNotFitError: nothing fits; the message has the commands that would.
     """
-    described = described_rows(args.rows, args.tokens, args.lengths)
-    if args.context and (described or args.gpu_hour):
+    asked = Asked.of(args)
+    described = described_rows(asked.rows, asked.tokens, asked.lengths)
+    if asked.context and (described or asked.gpu_hour):
         raise ConfigError(
             "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
         )
     with quiet_libraries(project_dir() / "plan.log"):
-        resolved = _config(args)
+        resolved = _config(asked)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)
-        if args.context:
-            return context_answer(args, resolved, architecture, notes)
-        facts, row_notes = _facts(args, resolved, architecture, described)
+        if asked.context:
+            return context_answer(asked, resolved, architecture, notes)
+        facts, row_notes = _facts(asked, resolved, architecture, described)
         notes = [*map(str, row_notes), *notes]
-        if args.model and not args.gpu:
-            if args.gpu_hour:
+        if asked.model and not asked.gpu:
+            if asked.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
-            tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
+            tree = _on_each_gpu(asked, resolved, architecture, facts) | {"why": notes}
             return tree, gpus_report(tree)
-        machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
-        request = Request(config, architecture, facts, machine, args.gpus or len(machine.gpus) or 1)
-        if not args.gpu:
+        machine = what_if(asked.gpu, asked.gpus or 1) if asked.gpu else detect()
+        request = Request(config, architecture, facts, machine, asked.gpus or len(machine.gpus) or 1)
+        if not asked.gpu:
             ensure_profile(config, machine, request.processes)
         with spinner(PLANNING):
-            if args.gpu and not args.gpus:
-                count = fewest_gpus(request, batch_grows=_batch_grows(args, resolved)) or 1
+            if asked.gpu and not asked.gpus:
+                count = fewest_gpus(request, batch_grows=_batch_grows(asked, resolved)) or 1
                 request = request.with_batch_for(count).on_gpus(count)
                 if count > 1:
-                    said = f"{count} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
+                    said = f"{count} x {asked.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
                     notes = [said, *notes]
-            chosen = plan_or_advise(request, partial(_again, args, request.processes))
+            chosen = plan_or_advise(request, partial(_again, asked, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
-            whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
+            whole = asked.why or asked.json or not chosen.memory  # what was not sized has to say so
             scaled = request.with_offload(chosen.sharing.offload).in_groups_as(chosen.sharing)
             scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
-    tree["plan"]["cost"] = _cost(args.gpu_hour, tree["plan"]["gpu_hours"])
-    command = _command(args, resolved, request.config, chosen)
+    tree["plan"]["cost"] = _cost(asked.gpu_hour, tree["plan"]["gpu_hours"])
+    command = _command(asked, resolved, request.config, chosen)
     report = plan_report(tree, scales)
     if not facts.seen:
         notes = [str(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
-    if chosen.memory and not args.why:
+    if chosen.memory and not asked.why:
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report
 
 
 def _facts(
-    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, described: DescribedRows | None
+    asked: Asked, resolved: ResolvedConfig, architecture: Architecture, described: DescribedRows | None
 ) -> tuple[DataFacts, list[Reason]]:
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
@@ -117,7 +119,7 @@ def _facts(
         return facts, [found]
     facts = DataFacts.unseen(config, architecture)
     if config.data.sources or resolved.origins["data.train_path"] != "default":
-        facts = data_facts(config, architecture, progress=not args.json)
+        facts = data_facts(config, architecture, progress=not asked.json)
     return facts, []
 
 
@@ -136,18 +138,18 @@ def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
     return f"{what} fits on {place} ({engine})"
 
 
-def _config(args: Arguments) -> ResolvedConfig:
+def _config(asked: Asked) -> ResolvedConfig:
     """The config file, the same with another model, or the shipped one of its tuning mode with a model."""
-    if args.model is None and args.config is None:
+    if asked.model is None and not asked.config:
         raise ConfigError(
             "nothing to plan; give a config (make plan CONFIG=configs/run_lora.yaml) or a model "
             '(make plan MODEL=qwen3-8b GPU="RTX 4090")'
         )
-    model = [f"model.name={hub_name(args.model)}"] if args.model is not None else []
-    overrides = [*model, *args.overrides]
-    if args.config is not None:
-        return materialise(load_config(args.config, overrides))
-    if any(override.startswith("data.sources=") for override in args.overrides):
+    model = [f"model.name={hub_name(asked.model)}"] if asked.model is not None else []
+    overrides = [*model, *asked.overrides]
+    if asked.config:
+        return materialise(load_config(asked.config, overrides))
+    if any(override.startswith("data.sources=") for override in asked.overrides):
         overrides.insert(0, "data.train_path=null")
     resolved = load_config(_shipped("lora"), overrides)
     if resolved.config.tuning.mode != "lora":
@@ -163,15 +165,15 @@ def _shipped(mode: str) -> Path:
     return Path(f"configs/run_{mode}.yaml")
 
 
-def _batch_grows(args: Arguments, resolved: ResolvedConfig) -> bool:
+def _batch_grows(asked: Asked, resolved: ResolvedConfig) -> bool:
     """Whether the effective batch may grow with the GPUs, since nobody has said how large it should be."""
-    return args.config is None and resolved.origins["train.effective_batch_size"] != "override"
+    return not asked.config and resolved.origins["train.effective_batch_size"] != "override"
 
 
-def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chosen: Plan) -> str:
+def _command(asked: Asked, resolved: ResolvedConfig, config: RunConfig, chosen: Plan) -> str:
     """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
     path, overrides = resolved.path, list(resolved.overrides)
-    if args.config is None:
+    if not asked.config:
         overrides = [override for override in overrides if not override.startswith("tuning.mode=")]
         if resolved.origins["data.train_path"] == "default":
             overrides.append("data.train_path=my.jsonl")
@@ -181,31 +183,31 @@ def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chose
     return training_command(chosen, path, overrides)
 
 
-def _again(args: Arguments, processes: int, change: Change) -> str:
+def _again(asked: Asked, processes: int, change: Change) -> str:
     """What to type to plan the same with a change, which may be more GPUs than these."""
-    world, gpu = change.plan.sharing.world_size, args.gpu
+    world, gpu = change.plan.sharing.world_size, asked.gpu
     if world != processes and gpu is None:
         gpu = detect().gpus[0].name
-    named = {"MODEL": args.model, "GPU": gpu, "NGPU": world if args.gpus or world != processes else None}
-    return make_command("plan", args.config or "", as_overrides(change.settings, args.overrides), **named)
+    named = {"MODEL": asked.model, "GPU": gpu, "NGPU": world if asked.gpus or world != processes else None}
+    return make_command("plan", asked.config, as_overrides(change.settings, asked.overrides), **named)
 
 
 def _on_each_gpu(
-    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
+    asked: Asked, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
 ) -> dict[str, Any]:
     """The plans for so many of each common GPU, or the fewest that are enough, in one tuning mode or each."""
     config = resolved.config
     modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
-    grows = _batch_grows(args, resolved)
+    grows = _batch_grows(asked, resolved)
     request = Request(config, architecture, facts, what_if(COMMON_GPUS[0]), 1)
     with progress_bar(PLANNING, len(COMMON_GPUS)) as planned:
         cards = []
-        for card in plans_by_gpu(request, modes, args.gpus, batch_grows=grows):
+        for card in plans_by_gpu(request, modes, asked.gpus, batch_grows=grows):
             cards.append(card)
             planned(1)
     return {
         "model": config.model.name,
-        "gpus": args.gpus,
+        "gpus": asked.gpus,
         "row_tokens": facts.longest_row,
         "seen": facts.seen,
         "cards": cards,

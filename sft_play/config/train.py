@@ -81,7 +81,8 @@ class TrainConfig(Section):
     weight_decay: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
-    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5."""
+    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5. It is scaled by the
+    length of rows, so they are padded instead of joined, and drawn like dropout."""
     router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed for each
     micro-batch by itself, and no reported loss contains it."""
@@ -132,6 +133,12 @@ class TrainConfig(Section):
         if self.lr_scaling == "none" and self.reference_batch_size is not None:
             raise ValueError(
                 "reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear"
+            )
+        if self.neftune_noise_alpha is not None and (self.packing or self.padding_free is True):
+            joins = "packing" if self.packing else "padding_free"
+            raise ValueError(
+                f"train.{joins}=true joins rows, and NEFTune scales its noise by the length of a row; set "
+                f"train.{joins}=false, or leave out train.neftune_noise_alpha"
             )
         asked, way = self.gradient_checkpointing, self.activations
         if "auto" not in (asked, way) and asked != (way != "keep"):

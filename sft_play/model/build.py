@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.integrations.neftune import activate_neftune
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.engines.registry import engine_of
@@ -16,7 +17,6 @@ from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
-from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index, require_own_weights
 from sft_play.model.four_bit import nf4, quantize_later
@@ -29,7 +29,6 @@ from sft_play.model.load import (
     scaled_config,
 )
 from sft_play.model.new_tokens import add_rows
-from sft_play.model.noise import add_noise
 from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.tiled_mlp import tile_mlps
@@ -103,8 +102,6 @@ def load_base(
             raise
         raise not_loadable("weights", model, error) from error
     loaded, info = with_info
-    if checks_files and not Path(model.name).is_dir():
-        require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
@@ -125,9 +122,8 @@ def _require_weights(model: ModelConfig) -> None:
 
 
 def _require_undamaged(model: ModelConfig) -> None:
-    """Checks a folder against its manifest and its index, if it has them, and known hashes of the Hub."""
+    """Checks a folder against its manifest and its index, if it has them."""
     folder = Path(model.name)
-    require_as_published(model)
     damage, odd = (find_damage(folder), None) if has_manifest(folder) else compare_with_index(folder)
     if odd:
         warn(f"warning: {folder}: {odd}; is it a complete copy?")
@@ -191,7 +187,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
     if plan.mlp_tile:
         tile_mlps(trained, plan.mlp_tile)
     if config.train.neftune_noise_alpha:
-        add_noise(trained, config.train.neftune_noise_alpha, config.train.seed)
+        activate_neftune(trained, config.train.neftune_noise_alpha)
     return trained
 
 

@@ -15,6 +15,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.sequence import require_divisible, why_padded
 from sft_play.planning.speed import host_link
 from sft_play.planning.tiles import may_tile, untiled, with_tiles
+from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
 from sft_play.sizing.budget import DeviceBudget
@@ -43,7 +44,11 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
     attention = _attention(request)
     require_compilable(config, architecture, attention, device)
-    padded = why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
+    padded = (
+        Padded("noise")
+        if train.neftune_noise_alpha
+        else why_padded(train.packing, train.padding_free, architecture.facts.rows_mix, attention)
+    )
     require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
     hidden_size = architecture.facts.hidden_size
     tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0

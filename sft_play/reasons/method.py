@@ -113,7 +113,7 @@ class Noise(Reason):
     """NEFTune's noise on the embeddings."""
 
     alpha: float
-    text = "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings"
+    text = "NEFTune: noise within {alpha:g} / sqrt(tokens of a padded row x hidden size) on the embeddings"
 
 
 class FourBitBase(Reason):
@@ -128,7 +128,7 @@ class FourBitBase(Reason):
 class Padded(Reason):
     """Rows are padded."""
 
-    cause: Literal["config", "boundaries", "layers", "attention"]
+    cause: Literal["config", "noise", "boundaries", "layers", "attention"]
     what: str = ""  # the model's class, the types of its layers, or the attention
 
     def __str__(self) -> str:
@@ -140,6 +140,7 @@ class Padded(Reason):
         """Why joined rows would see each other."""
         return {
             "config": "train.padding_free=false",
+            "noise": "NEFTune scales its noise by the length of a row",
             "boundaries": f"{self.what} passes no row boundaries to its attention",
             "layers": f"layers of type {self.what} would mix them",
             "attention": f"{self.what} attention does not support row boundaries",

@@ -392,10 +392,8 @@ def work_of_plans(
         spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
         if not spec.activations.apart:
             return traces.work(spec, tokens).at(tokens)
-        kept, recomputed = (
-            traces.work(replace(spec, activations=way), tokens).at(tokens)
-            for way in (Activations(), RECOMPUTED)
-        )
+        extremes = (replace(spec, activations=way) for way in (Activations(), RECOMPUTED))
+        kept, recomputed = (traces.work(each, tokens).at(tokens) for each in extremes)
         return mixed(kept, recomputed, spec.activations.apart)
 
     return work_of

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.batching import padded_length
 from sft_play.engines.registry import engine_of
@@ -22,7 +23,7 @@ ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as o
 TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
 OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
 SHARED = ("plan.py", "timeline.py", "units.py", "work.py")
-SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", *SHARED))
+SOURCES = tuple(PACKAGE / name for name in ("choices", "engines", "sizing", "model", *SHARED))
 
 
 def step_code() -> str:
@@ -160,8 +161,8 @@ class StepSpec:
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     threads: int = 1  # of a process, if it is a CPU: its kernels
     scratch: Rules = ()  # and what its products take, by operation (sizing/product_scratch.py)
-    optimizer: str = "adamw"
-    kernels: str = "own"  # of norms, rotary embeddings and gated layers, or "liger"
+    optimizer: str = DEFAULT
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers, as `train.layer_kernels`
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers.integrations.neftune import activate_neftune
 
 from sft_play.choices.optimizers import make_optimizer, optimizer_state
 from sft_play.errors import ConfigError, UntraceableModel
@@ -17,7 +18,6 @@ from sft_play.model import inputs_in_ram
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
-from sft_play.model.noise import add_noise
 from sft_play.model.recomputation import recompute
 from sft_play.model.sequence_parallel import KEY, part_of_group
 from sft_play.model.tiled_mlp import tile_mlps
@@ -194,7 +194,7 @@ def _set_up(model: Any, spec: StepSpec) -> None:
         text.output_router_logits = spec.balanced  # by TRL's trainer
     add_loss_head(model.get_base_model() if spec.mode != "full" else model)
     if spec.neftune:
-        add_noise(model, 1.0)
+        activate_neftune(model, 1.0)
     prepare_for_training(model, spec)
 
 

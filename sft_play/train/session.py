@@ -39,7 +39,7 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers
-from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
+from sft_play.train.trainer import PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
 
@@ -183,7 +183,7 @@ def _division(job: Job) -> tuple[int, float]:
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
+    callbacks: list[TrainerCallback] = [reporter]
     if job.plan.sharing.world_size > 1:
         limit_s, watched = job.config.parallel.timeout_s, job.ranks.launched_by_us
         callbacks.append(Heartbeat(job.run, job.ranks.rank, limit_s, exits=not watched))

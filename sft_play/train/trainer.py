@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
@@ -47,14 +47,6 @@ def averaged(optimizer: Any) -> Iterator[None]:
     optimizer.eval()
     yield
     optimizer.train()
-
-
-class NoiseOfStep(TrainerCallback):
-    """Tells the model which step its noise is for (model/noise.py)."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Counts as the trainer does, also in a resumed run."""
-        kwargs["model"].noise_step = state.global_step
 
 
 def forget_embeddings(args: TrainingArguments) -> None:

@@ -30,8 +30,6 @@ NEW = {"new_tokens": NEW_TOKENS, "rows": new_token_rows(31), "val": new_token_ro
 OUTER = {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}}
 FREE = {"optimizer": "schedule_free_adamw", "lr_schedule": "constant", "warmup_ratio": 0.3}
 KINDS = {
-    "neftune": {"neftune_noise_alpha": 5.0},
-    "neftune-padded": {"neftune_noise_alpha": 5.0, "padding_free": False},
     "lora-plus": {"lora": {"plus_ratio": 4, "modules_to_save": ["norm"]}},
     "lion": {"optimizer": "lion_32bit", "learning_rate": 1e-4},
     "lion-8bit": {"optimizer": "lion_8bit", "learning_rate": 1e-4},
@@ -188,7 +186,3 @@ def test_processes_that_find_other_singular_vectors_train_those_of_the_first(ddp
         load_file(ddp / name / "adapter/adapter_model.safetensors") for name in ("signs", "one-pissa")
     )
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
-
-
-def test_noise_is_the_same_where_rows_are_padded(one):
-    assert_same_curve(one / "one-neftune-padded", one / "one-neftune", CLOSE)

@@ -16,9 +16,10 @@ FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
     ["spelling", "secrets"],
-    ["__init__", "errors", "extras", "fingerprints", "resources", "units"],
+    ["__init__", "errors", "extras", "resources", "units"],
     ["files"],
     ["choices", "parts", "rows"],
+    ["fingerprints"],
     ["config", "cache", "manifest"],
     ["plan", "runlog", "ui", "work"],
     ["reasons", "timeline", "upstream"],

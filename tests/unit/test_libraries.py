@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from sft_play.cli import explained, main, report_error
+from sft_play.commands.command_line import Arguments
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DataError
@@ -16,6 +16,11 @@ from sft_play.libraries import library_failure
 from sft_play.units import format_bytes
 
 CONFIG = RunConfig.model_validate({"model": {"name": "org/base"}, "data": {"train_path": "rows.jsonl"}})
+
+
+def typed(**common):
+    """What was typed, of some command."""
+    return Arguments("train", int, {}, **common)
 
 
 def raised_by(call) -> BaseException:
@@ -58,7 +63,7 @@ def test_without_a_config_it_names_the_library_alone(inside_transformers):
 
 def test_the_command_line_does_not_call_it_a_bug(inside_transformers, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model: {name: org/base}\ndata: {train_path: rows.jsonl}\n")
-    args = SimpleNamespace(config=str(tmp_path / "run.yaml"), overrides=["tuning.mode=full"])
+    args = typed(config=str(tmp_path / "run.yaml"), overrides=("tuning.mode=full",))
     assert load_config(args.config, args.overrides).config.tuning.mode == "full"
     assert report_error(explained(inside_transformers, args)) == ConfigError.exit_code
     said = capsys.readouterr().err
@@ -70,13 +75,13 @@ def test_the_command_line_does_not_call_it_a_bug(inside_transformers, tmp_path, 
 def test_an_error_of_our_own_stays_a_bug(capsys):
     error = raised_by(lambda: format_bytes("many"))
     assert library_failure(error, CONFIG) is None
-    assert report_error(explained(error, SimpleNamespace())) == 1
+    assert report_error(explained(error, typed())) == 1
     assert "this is a bug in SFT-Play" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_no_bug_unless_nobody_declared_it():
     for name, said in (("torch", "error: the package torch is not installed"), ("sft_play.gone", "bug")):
-        error = explained(ModuleNotFoundError(f"No module named '{name}'", name=name), SimpleNamespace())
+        error = explained(ModuleNotFoundError(f"No module named '{name}'", name=name), typed())
         assert (f"error: {error}" if isinstance(error, ConfigError) else "bug").startswith(said)
 
 
@@ -94,7 +99,7 @@ def test_what_others_hook_into_a_library_is_not_its_failure(tiny_model):
 
 def test_errors_that_say_what_to_do_are_left_as_they_are():
     error = DataError("no rows")
-    assert explained(error, SimpleNamespace(config="x", overrides=[])) is error
+    assert explained(error, typed(config="x")) is error
 
 
 def test_a_wrong_flag_is_one_sentence(capsys):

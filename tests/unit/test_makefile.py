@@ -330,8 +330,8 @@ def test_args_are_words_that_nobody_runs(words_of, tmp_path):
     assert runs[3:6] == ["one", "$(touch", f"{file})"] and not file.exists()
 
 
-@pytest.mark.parametrize("target", ["eval", "infer", "merge", "merge-test", "export"])
-def test_after_training_a_run_stands_for_its_settings(words_of, target):
+@pytest.mark.parametrize("target", ["resume", "eval", "infer", "merge", "merge-test", "export"])
+def test_a_run_that_there_is_stands_for_its_settings(words_of, target):
     for run in ("one", "runs/one", "runs/one/"):
         assert words_of(target, RUN=run)[-2:] == ["--config", "runs/one/config.resolved.yaml"]
     assert words_of(target, RUN="/data/one", ARGS="a=b")[-2:] == [

@@ -64,6 +64,7 @@ CALLED = {
         "callbacks model processing_class optimizer lr_scheduler"
     ),
     "transformers.integrations.integration_utils:rewrite_logs": "",
+    "transformers.integrations.neftune:activate_neftune": "model neftune_noise_alpha",
     "transformers.core_model_loading:WeightConverter": "",
     "transformers.quantizers.base:HfQuantizer.postprocess_model": "model",
     "transformers.quantizers.base:HfQuantizer.preprocess_model": "model",

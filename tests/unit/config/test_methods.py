@@ -38,6 +38,8 @@ def tree(mode="lora", lora=None, engine="auto", **train) -> dict:
         (dict(lora={"rank_pattern": {"q_proj": 0}}), "greater than 0"),
         (dict(lora={"rank_pattern": {"q_(proj": 4}}), "not a regular expression"),
         (dict(neftune_noise_alpha=-5), "greater than 0"),
+        (dict(neftune_noise_alpha=5, padding_free=True), "train.padding_free=true joins rows, and NEFTune"),
+        (dict(neftune_noise_alpha=5, packing=True), "train.packing=true joins rows, and NEFTune"),
         (dict(optimizer="lion"), "lion_32bit"),
         (dict(optimizer="schedule_free_adamw"), "set train.lr_schedule=constant"),
     ],

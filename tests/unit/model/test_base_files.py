@@ -1,7 +1,6 @@
 """The base model in a folder is compared with its index, and with what a run began with."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -10,20 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from sft_play import manifest
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model import base_files
 from sft_play.model.base_files import keep_base_files, require_same_base
 from sft_play.model.build import load_base
 from sft_play.model.files import INDEX
 from sft_play.runlog import RunDir
-from tests.unit.model.test_hub_files import flip_bit
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+from sft_play.units import MIB
+from tests.unit.test_manifest import flip_bit
 
 
 @pytest.fixture
@@ -66,7 +59,7 @@ def test_a_flipped_bit_or_a_missing_file_of_the_base_is_named(model, run):
         require_same_base(model, run)
 
 
-def test_a_model_of_the_hub_and_a_run_of_an_earlier_version_are_not_compared(model, run):
+def test_a_model_of_the_hub_and_a_run_that_kept_nothing_are_not_compared(model, run):
     require_same_base(model, run)
     keep_base_files(ModelConfig(name="org/name"), run)
     require_same_base(model, run)
@@ -77,18 +70,28 @@ def test_a_model_of_the_hub_and_a_run_of_an_earlier_version_are_not_compared(mod
         require_same_base(model, run)
 
 
-def test_a_file_is_hashed_once_and_again_when_somebody_wrote_to_it(model, run, monkeypatch):
-    hashed = []
-    original = manifest.hash_files
-    monkeypatch.setattr(
-        base_files, "hash_files", lambda folder, names: (hashed.extend(names), original(folder, names))[1]
-    )
-    for _ in range(2):
-        keep_base_files(model, run)
-    assert hashed == [*(file.name for file in weights(model)), "config.json"]
-    os.utime(weights(model)[0])
+def test_of_large_weights_the_first_and_the_last_mib_are_read(model, run):
+    file = weights(model)[0]
+    file.write_bytes(bytes(3 * MIB))
     keep_base_files(model, run)
-    assert hashed[len(weights(model)) + 1 :] == [weights(model)[0].name]
+    for place in (MIB, 2 * MIB - 1):
+        flip_bit(file, place)
+        require_same_base(model, run)
+    for place in (MIB - 1, 2 * MIB):
+        flip_bit(file, place)
+        with pytest.raises(ConfigError, match="is not the one that run was"):
+            require_same_base(model, run)
+        flip_bit(file, place)
+
+
+def test_of_a_run_of_an_earlier_version_the_sizes_are_compared(model, run):
+    file = weights(model)[0]
+    whole = {"bytes": file.stat().st_size, "sha256": ["0" * 64]}
+    run.write_json(run.base, {"files": {file.name: whole}})
+    require_same_base(model, run)
+    run.write_json(run.base, {"files": {file.name: whole | {"bytes": 1}}})
+    with pytest.raises(ConfigError, match="is not the one that run was"):
+        require_same_base(model, run)
 
 
 @pytest.mark.parametrize("model", ["in shards"], indirect=True)

@@ -16,6 +16,7 @@ from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit
+from sft_play.planning.candidates import allowed_plans
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.measured_speed import Timing, speed_path, write_times
@@ -68,6 +69,12 @@ def request(config: RunConfig, machine: Machine) -> Request:
 
 def planned(config: RunConfig, machine: Machine) -> Plan:
     return fastest_plan(request(config, machine))
+
+
+def test_rows_are_padded_for_noise_that_is_scaled_by_their_length():
+    drafts, reasons = allowed_plans(request(run(neftune_noise_alpha=5), CPU))
+    assert drafts and not any(draft.rows.joined for draft in drafts)
+    assert "rows are padded: NEFTune scales its noise by the length of a row" in map(str, reasons)
 
 
 def scaled_runs(config: RunConfig, machine: Machine) -> list[dict]:

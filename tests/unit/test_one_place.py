@@ -1,0 +1,77 @@
+"""A thing lives in one place: which files of the package name it. docs/concepts/adding.md has the recipes."""
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from sft_play.choices.engines import TRAITS
+from sft_play.choices.kernels import LAYERS
+from sft_play.choices.optimizers import OPTIMIZERS
+from sft_play.model.families import FAMILIES
+from sft_play.rows.formats import FORMATS
+from tests.conftest import REPOSITORY
+
+PACKAGE = REPOSITORY / "sft_play"
+ORDINARY = {"none", "text", "messages"}  # words of many other things, too
+TABLES = {
+    "choices/engines.py": TRAITS,
+    "choices/kernels.py": LAYERS,
+    "choices/optimizers.py": OPTIMIZERS,
+    "model/families.py": FAMILIES,
+    "rows/formats.py": FORMATS,
+}
+# Who else may name one, and why.
+OTHERS = {
+    "spelling.py": "the make targets of engines",
+    "engines/zero3.py": "a refusal that names the engines to use instead",
+}
+# Of a knob that has no table: the files that know it.
+KNOBS: dict[str, set[str]] = {}
+
+
+@cache
+def words_of_the_package() -> dict[str, set[str]]:
+    """File -> the names and the words of texts in it, but for docstrings."""
+    return {path.relative_to(PACKAGE).as_posix(): _words(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def _words(source: str) -> set[str]:
+    found: set[str] = set()
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name))
+            ):
+                found.add(name)
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                found.update(re.findall(r"[\w-]+", text))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found
+
+
+def files_that_name(word: str) -> set[str]:
+    return {file for file, words in words_of_the_package().items() if word in words}
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [(table, name) for table, rows in TABLES.items() for name in rows]
+)
+def test_a_choice_is_named_by_its_row_alone(table, name):
+    if name not in ORDINARY:
+        assert files_that_name(name) - set(OTHERS) == {table}
+
+
+@pytest.mark.parametrize("file", OTHERS)
+def test_who_may_name_a_choice_does(file):
+    names = {name for rows in TABLES.values() for name in rows} - ORDINARY
+    assert words_of_the_package()[file] & names
+
+
+@pytest.mark.parametrize(("knob", "files"), KNOBS.items())
+def test_a_knob_is_named_where_it_is_known(knob, files):
+    assert files_that_name(knob) == files
