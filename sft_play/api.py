@@ -27,6 +27,7 @@ from sft_play.errors import ConfigError
 from sft_play.launch.environment import set_environment
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.ui.screen import Screen
+from sft_play.upstream.patching import undone
 
 Settings = Mapping[str, Any]  # by dotted name: {"train.learning_rate": 1e-4}
 IN_A_NOTEBOOK = '<pre style="font-family: monospace; line-height: 1.2; white-space: pre">{code}</pre>'
@@ -123,11 +124,12 @@ def plan(
         DataError: the data of the config cannot be used.
         DoesNotFitError: nothing fits; the message says which changes would.
     """
-    set_environment()
-    args = arguments("plan", _overrides(settings), model=model, config=config, gpu=gpu, gpus=gpus)
-    with importing():
-        from sft_play.commands.plan import plan_command
-    return Planned(*plan_command(args))
+    with undone():
+        set_environment()
+        args = arguments("plan", _overrides(settings), model=model, config=config, gpu=gpu, gpus=gpus)
+        with importing():
+            from sft_play.commands.plan import plan_command
+        return Planned(*plan_command(args))
 
 
 def train(
@@ -150,11 +152,11 @@ def train(
     Raises:
         SftPlayError: the subclass says what kind of error, as the exit codes of `sft-play` do.
     """
-    set_environment()
-    args = arguments(
-        "train", _overrides(settings), config=config, processes=processes, engine=engine, resume=resume
-    )
-    args.run()
+    flags = dict(config=config, processes=processes, engine=engine, resume=resume)
+    args = arguments("train", _overrides(settings), **flags)
+    with undone():
+        set_environment()
+        args.run()
     output = load_config(args.config, args.overrides).config.output
     return Run(Path(output.dir) / output.name)
 

@@ -50,7 +50,6 @@ class RunDir:
     config = _Within("config.resolved.yaml")  # with the origin of each value
     plan = _Within("plan.json")  # that the run was started with
     next_plan = _Within(".plan.json")  # for the ranks; until they train, plan.json is of the earlier run
-    answers = _Within(".answers.json")  # of the ranks before and after training, for who started them
     scaling = _Within("scaling.json")  # the plan for other numbers of processes
     probe = _Within("probe.json")  # what `make probe` found
     data = _Within("data.json")  # statistics of the data that the run was started with

@@ -35,11 +35,22 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Most of what tests make is freed without the collector, which would look at it a hundred times a second.
+gc.set_threshold(20_000, 10, 10)
+
+pytest_plugins = ["tests.finished"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(FOUND / "extensions"))  # another checkout compiles its own
 VOCABULARY = 256
 _modules = len(sys.modules)  # whose objects the garbage collector no longer looks at
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker more than cores, which are idle while a test waits for other processes, or for a time to pass."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session")

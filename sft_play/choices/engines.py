@@ -32,7 +32,6 @@ class Traits:
     offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
     weights_on_disk: bool = False  # with `parallel.nvme_path`, too
     replicates: bool = False  # each machine may divide a whole model among its processes
-    answers_together: bool = False  # the processes that trained also generate
     regathers: bool = False  # also what belongs to no layer, for the backward pass
     wraps_shards: bool = False  # accelerate wraps a model that is divided already
     joins_trained: bool = False  # to one vector, so that all that is trained must have one type
@@ -123,7 +122,6 @@ TRAITS = {
             states="cut",
             offloads=("ram",),
             replicates=True,
-            answers_together=True,
             can_defer=True,
             can_keep_gathered=True,
         ),

@@ -265,15 +265,9 @@ def closing_questions(
 
 
 def before_after(
-    config: RunConfig,
-    run: RunDir,
-    data: PreparedData,
-    tokenizer: "PreTrainedTokenizerBase",
-    made: tuple[list[Answer], list[Answer]] | None = None,
+    config: RunConfig, run: RunDir, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any] | None:
     """Compares generated answers before and after training, on at most eval.limit rows of test (else val).
-
-    `made` are these answers, if the processes that trained have generated them.
 
     Returns:
         {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after"}]}; None
@@ -286,7 +280,7 @@ def before_after(
     def answer(name: str, model: Any) -> list[Answer]:
         return answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
 
-    before, after = made or of_each_model(config, finished_weights(config, run), answer).values()
+    before, after = of_each_model(config, finished_weights(config, run), answer).values()
     samples = [
         {
             "prompt": question.messages[-1]["content"],

@@ -82,7 +82,7 @@ def _write_folder(
     require_space(output, file_bytes(source, wanted), "the GGUF file")
     name = f"{config.output.name}-{wanted.upper()}.gguf"
     tokenizer = source.tokenizer
-    turns, system = ollama.turns_of(tokenizer, adds_bos=source.adds_bos), config.data.system_prompt
+    template, system = ollama.template_in_go(tokenizer, adds_bos=source.adds_bos), config.data.system_prompt
     stops = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
     texts = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(stops)]
     # what only texts begin with, which the file cannot say beside what chats begin with
@@ -90,14 +90,14 @@ def _write_folder(
     writable = system if system and '"""' not in system else None
     with replacing_output(output) as folder:
         counts = write(folder / name, source, wanted)
-        text = ollama.modelfile(name, turns, texts, writable)
+        text = ollama.modelfile(name, template, texts, writable)
         (folder / MODELFILE).write_text(text, encoding="utf-8")
         info = {
             "format": "gguf",
             "dtype": wanted,
             "tensors": counts,
             "source": str(source.folder),
-            "template": turns is not None,
+            "template": template is not None,
             "system_left_out": system != writable,
             "adds_bos": source.adds_bos,
             "bos_of_texts": bos,
@@ -115,8 +115,8 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold")
     if not result["template"]:
         say(
-            f"{modelfile} has no TEMPLATE: the chat template does more than can be written for "
-            "Ollama here, and Ollama recognizes only some of those inside GGUF files",
+            f"{modelfile} has no TEMPLATE: only the chat templates plain and chatml are written for Ollama "
+            "here, and Ollama recognizes only some of those inside GGUF files: compare its prompts",
             style="yellow",
         )
     if result["system_left_out"]:

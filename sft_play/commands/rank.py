@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from sft_play.builtin.demo import materialise
 from sft_play.commands.probe import probe_here
 from sft_play.commands.report import end_reported
-from sft_play.commands.train import close, closing_prompts, require_packages, train_here
+from sft_play.commands.train import close, require_packages, train_here
 from sft_play.config.load import load_config
 from sft_play.job import prepare_job
 from sft_play.launch.ranks import RankEnvironment
@@ -38,7 +38,6 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
             with process_group(job):
                 job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
                 job = with_known_exchange(job)
-                prompts = closing_prompts(job) if ranks.launched_by_us else []
-                probe_here(job) if probe_only else train_here(job, prompts)
+                probe_here(job) if probe_only else train_here(job)
             if reports and not probe_only:
                 close(job)

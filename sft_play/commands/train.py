@@ -5,7 +5,7 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from sft_play.builtin.demo import materialise
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.engines.registry import engine_of
 from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate_config import CPU_PROCESSES
@@ -48,8 +47,12 @@ def train_command(
         CheckpointError: there is no such run to resume.
     """
     resolved = with_flags(resolved, engine, resume)
+    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if resume and not nodes.rank:
-        require_started(RunDir(Path(resolved.config.output.dir) / resolved.config.output.name))
+        require_started(run)
+    if nodes.count == 1 and resolved.config.train.resume == "auto" and is_finished(run, resolved.config):
+        console().print(f"{run.path} has already finished: nothing is left to do, and nothing was changed")
+        return
     with (
         ended_by_signals(),
         connected_machines(nodes) as link,
@@ -69,6 +72,17 @@ def require_started(run: RunDir) -> None:
         what = "has not begun to train" if run.path.is_dir() else "does not exist"
         others = other_runs(run.path.parent)
         raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
+
+
+def is_finished(run: RunDir, config: RunConfig) -> bool:
+    """Whether a run has come to its end with these settings."""
+    if read_json(run.summary).get("status") != "done":
+        return False
+    with suppress(ConfigError):  # a setting of an earlier version
+        begun = load_config(run.config).config
+        how = {"train": {"resume"}, "output": {"dir", "name"}}
+        return begun.model_dump(exclude=how) == config.model_dump(exclude=how)
+    return False
 
 
 def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> ResolvedConfig:
@@ -174,23 +188,14 @@ def train_alone(job: Job) -> dict[str, Any]:
     with importing_libraries():
         from sft_play.train.ranks import process_group
     with process_group(job):
-        return train_here(job, closing_prompts(job))
+        return train_here(job)
 
 
-def closing_prompts(job: Job) -> list[list[int]]:
-    """The prompts that the processes of a run answer together, if each has but a part of the model."""
-    if not (job.config.eval.generate and engine_of(job.plan.sharing.engine).answers_together):
-        return []
-    from sft_play.commands.evaluate import closing_questions
-
-    return [question.ids for question in closing_questions(job.config, job.data, job.tokenizer)[1]]
-
-
-def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """Trains in this process, which may answer prompts with others before and after."""
+def train_here(job: Job) -> dict[str, Any]:
+    """Trains in this process, alone or as one of several."""
     with importing_libraries():
         from sft_play.train.run import train
-    return train(job, prompts)
+    return train(job)
 
 
 def launch_ranks(job: Job, link: Link | None = None, *, flags: Sequence[str] = ()) -> None:
@@ -211,18 +216,12 @@ def compare(job: Job) -> dict[str, Any] | None:
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
         return None
     from sft_play.commands.evaluate import before_after
-    from sft_play.train.answers import handed_over
     from sft_play.train.recovery import is_out_of_memory
 
-    made = None
-    if engine_of(job.plan.sharing.engine).answers_together:
-        made = handed_over(job.run)
-        if made is None:  # the ranks have said why
-            return None
     try:
-        comparison = before_after(job.config, job.run, job.data, job.tokenizer, made)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    except (RuntimeError, MemoryError, DoesNotFitError) as error:
+        if not isinstance(error, DoesNotFitError) and not is_out_of_memory(error):
             raise
         warn("no answers are compared: the model does not fit on one device")
         return None

@@ -1,4 +1,4 @@
-"""Limits on what a chat template may take for a row; the sandbox of transformers has none.
+"""Limits on what a chat template may take for a row, or a pattern for names; neither has any of its own.
 
 Time is measured by a timer of the kernel that interrupts this process, memory by its address space.
 """

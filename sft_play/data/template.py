@@ -26,6 +26,7 @@ from sft_play.data.limits import TemplateOverrun, require_length, within_limits
 from sft_play.errors import ConfigError, DataError
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import Message, alternating
+from sft_play.upstream.transformers import compiled_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,11 +108,8 @@ def flatten_globals(template: str) -> None:
 
     It compiles the template, which is safe only `within_limits`.
     """
-    from transformers.utils import chat_template_utils
-
-    # it keeps what it has compiled; if a later version has another name for it, renderings just take longer
-    if compiled := getattr(chat_template_utils, "_compile_jinja_template", None):
-        compiled(template).globals = dict(compiled(template).globals)
+    compiled = compiled_template(template)
+    compiled.globals = dict(compiled.globals)
 
 
 def writes_the_day(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -120,18 +118,15 @@ def writes_the_day(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def render_as_of(tokenizer: "PreTrainedTokenizerBase", day: date) -> None:
-    """Lets chat templates write this day in place of today, in this process and those forked from it."""
-    from transformers.utils import chat_template_utils
-
-    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    """Lets chat templates write this day in place of today until the command is over, also in its workers."""
 
     def strftime_now(format: str) -> str:
         return datetime.combine(day, time()).strftime(format)
 
     for text in _templates(tokenizer):
-        if compiled and WRITES_DAY in text:
+        if WRITES_DAY in text:
             with suppress(Exception):  # `check_template` says what is wrong with a broken one
-                within_limits(partial(compiled, text)).globals[WRITES_DAY] = strftime_now
+                within_limits(partial(compiled_template, text)).globals[WRITES_DAY] = strftime_now
 
 
 def _templates(tokenizer: "PreTrainedTokenizerBase") -> list[str]:

@@ -79,10 +79,10 @@ class Engine(Traits):
         """Clears what an earlier run has left behind and would stop this one."""
 
     def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
-        """A block of the main rank in which a silence of minutes is explained beforehand.
+        """A block in which a silence of minutes is explained beforehand.
 
         Args:
-            say: prints a line.
+            say: prints a line, on the main rank.
         """
         return nullcontext()
 

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import psutil
@@ -25,7 +23,6 @@ OF_STAGE: dict[int, dict[str, Any]] = {
         "stage3_max_reuse_distance": 0,
     },
 }
-BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
 BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
 
 
@@ -66,30 +63,6 @@ def configuration(stage: int, trained_parameters: int | None = None) -> dict[str
 def extensions_folder() -> Path:
     """Where PyTorch stores compiled extensions (torch.utils.cpp_extension)."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-
-
-@contextlib.contextmanager
-def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Within it, an extension that DeepSpeed has not loaded after BUILD_IS_SLOW_S is said to be compiled."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    load = OpBuilder.jit_load
-
-    def told(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        text = f"DeepSpeed compiles its extension {builder.name}, once, which may take minutes"
-        timer = Timer(BUILD_IS_SLOW_S, say, [text])
-        timer.daemon = True
-        timer.start()
-        try:
-            return load(builder, *args, **kwargs)
-        finally:
-            timer.cancel()
-
-    OpBuilder.jit_load = told
-    try:
-        yield
-    finally:
-        OpBuilder.jit_load = load
 
 
 def clear_abandoned_locks(folder: Path) -> list[Path]:

@@ -1,13 +1,14 @@
 """What the stages of DeepSpeed's ZeRO have in common: how they are launched, configured and stepped."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.plan import Plan
+from sft_play.upstream.deepspeed import inference_left_out, slow_builds_told
 
 # What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
 LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
@@ -26,9 +27,11 @@ class Zero(Engine):
         """Removes stale locks of DeepSpeed's extension build."""
         deepspeed.clear_abandoned_locks(deepspeed.extensions_folder())
 
-    def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Says when DeepSpeed compiles an extension."""
-        return deepspeed.slow_builds_told(say)
+    @contextmanager
+    def while_starting(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Says when DeepSpeed compiles an extension, and leaves out the one that no training uses."""
+        with inference_left_out(), slow_builds_told(say):
+            yield
 
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool

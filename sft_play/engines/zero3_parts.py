@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
@@ -33,11 +32,14 @@ from sft_play.engines.on_disk import moment_like, put_on_disk
 from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
+from sft_play.upstream.accelerate import forget_state
+from sft_play.upstream.deepspeed import make_next_optimizer, units_reduced_when_computed
+from sft_play.upstream.patching import lasting
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BY_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "MASTER_ADDR", "MASTER_PORT")  # that it sets
-OPTIMIZER = stage3.DeepSpeedZeroOptimizer_Stage3  # which DeepSpeed's engine looks up there
+OPTIMIZER: Any = stage3.DeepSpeedZeroOptimizer_Stage3
 # What DeepSpeed leaves on modules, which would call the engine of an earlier training.
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
 LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -93,9 +95,8 @@ def partition(
     for parameter in whole.parameters():
         if parameter not in in_units:
             register_external_parameter(whole, parameter)
-    # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
-    stage3.z3_leaf_parameter = lambda parameter: False
-    stage3.DeepSpeedZeroOptimizer_Stage3 = TrainsFromFiles.of(Path(folder)) if folder else OPTIMIZER
+    lasting(units_reduced_when_computed)
+    make_next_optimizer(TrainsFromFiles.of(Path(folder)) if folder else None)
 
 
 def _on_disk(part: Tensor, folder: Path, dtype: torch.dtype | None = None) -> Tensor:
@@ -112,10 +113,6 @@ class TrainsFromFiles(OPTIMIZER):  # type: ignore[misc, valid-type]
     def of(cls, folder: Path) -> type:
         """The class for a folder: DeepSpeed calls it without one."""
         return type(cls.__name__, (cls,), {"folder": folder})
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        stage3.DeepSpeedZeroOptimizer_Stage3 = OPTIMIZER  # again: this one is of a single training
-        super().__init__(*args, **kwargs)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """A vector for each group, which DeepSpeed would pin in RAM, and to which it moves the weights."""
@@ -146,7 +143,7 @@ def alone() -> Iterator[None]:
         torch.nn.functional.linear = linear  # in whose place Init has put its own, for good
         for name in {*VARIABLES, *BY_ACCELERATE} - given:
             os.environ.pop(name, None)
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_state()
         if comm.is_initialized():
             comm.destroy_process_group()  # with DeepSpeed's names for it
 

@@ -7,11 +7,13 @@ launch` sets some from its config file. What is removed is named by the banner o
 import logging
 import os
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sft_play.machine.host import asked_threads
+from sft_play.upstream.patching import lasting
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
@@ -67,6 +69,7 @@ def set_environment(*, rank: bool = False) -> None:
         ConfigError: the environment asks for more threads than a process can have.
     """
     asked_threads()
+    lasting(_as_it_was)
     settle_environment(os.environ, rank=rank)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
@@ -77,6 +80,18 @@ def set_environment(*, rank: bool = False) -> None:
         os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
     find_own_programs()
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """After the block, variables and loggers are as before it."""
+    before, said = dict(os.environ), logging.getLogger("bitsandbytes").level
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        logging.getLogger("bitsandbytes").setLevel(said)
 
 
 def find_own_programs() -> None:

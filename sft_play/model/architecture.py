@@ -1,14 +1,11 @@
 """What config.json alone tells: whether a model can be trained here, its sizes, its shape without weights."""
 
 import copy
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.data.limits import ROW_SECONDS, TemplateOverrun, within_limits
 from sft_play.errors import ConfigError
 from sft_play.model.families import family_of
 
@@ -207,35 +205,18 @@ def flops_per_token(sizes: FlopSizes, sequence: int) -> int:
     return 2 * forward + 2 * sizes.trained_parameters
 
 
-PLAIN_NAME = re.compile(r"[\w.]+")
-PATTERN_SECONDS = 2  # of CPU time, for a pattern to be matched with all names, which takes milliseconds
-# As PEFT matches them (get_pattern_key), which has no limit; a process of its own has one, in any thread.
-MATCHER = f"""
-import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({PATTERN_SECONDS}, {PATTERN_SECONDS}))
-pattern, names = json.load(sys.stdin)
-for name in names:
-    re.match(rf"(.*\\.)?({{pattern}})$", name)
-"""
-
-
 def require_quick_patterns(lora: LoraSettings, names: Iterable[str]) -> None:
     """Raises a ConfigError if a pattern takes long on the names of modules, as with nested repetitions."""
-    known = tuple(names)
+    known = list(names)
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not PLAIN_NAME.fullmatch(pattern) and not _is_quick(pattern, known):
+            try:  # as PEFT matches them (get_pattern_key)
+                within_limits(partial(list, map(re.compile(rf"(.*\.)?({pattern})$").match, known)))
+            except TemplateOverrun:
                 raise ConfigError(
-                    f"tuning.lora.{setting}: {pattern!r} takes more than {PATTERN_SECONDS} s on the names of "
+                    f"tuning.lora.{setting}: {pattern!r} takes more than {ROW_SECONDS:g} s on the names of "
                     "the modules; leave out repetitions within repetitions, such as (a+)+"
-                )
-
-
-@cache
-def _is_quick(pattern: str, names: tuple[str, ...]) -> bool:
-    command = [sys.executable, "-I", "-c", MATCHER]
-    given = json.dumps([pattern, names])
-    return subprocess.run(command, input=given, text=True, stderr=subprocess.DEVNULL).returncode == 0
+                ) from None
 
 
 def _rank(lora: LoraSettings, module: str) -> int:

@@ -27,6 +27,9 @@ from sft_play.choices.kernels import Capability
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import FLASH, JOINED, NAME
 from sft_play.model.sequence_parallel import attend_divided
+from sft_play.upstream.patching import lasting
+from sft_play.upstream.torch import without_cudnn_attention
+from sft_play.upstream.transformers import attention_called
 
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
@@ -225,17 +228,9 @@ def _attend_sequences(
 
 
 def register() -> None:
-    """Registers our attention with transformers, without a mask function.
-
-    Turns cuDNN's attention off, which PyTorch 2.13 prefers on compute capability 9 and 10. It builds a plan
-    for every new length of a sequence, which takes the CPU tens of milliseconds, and its workspace is known
-    only to cuDNN, so its memory could not be predicted.
-    """
-    from transformers import AttentionInterface
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    for name in (NAME, LIBRARY_NAME):
-        AttentionInterface.register(name, varlen_sdpa)
+    """Lets transformers call our attention, without a mask function, until the command is over."""
+    lasting(without_cudnn_attention)
+    lasting(attention_called, (NAME, LIBRARY_NAME), varlen_sdpa)
 
 
 def library_name(implementation: str) -> str:

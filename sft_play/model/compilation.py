@@ -11,11 +11,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.model import attention
 from sft_play.model.architecture import decoder_layers
+from sft_play.upstream.patching import lasting
+from sft_play.upstream.torch import compiling_layers
+from sft_play.upstream.transformers import attention_called
 
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
 # a process trains. A layer of more of them would compute without compilation, and PyTorch would say so.
@@ -38,10 +40,8 @@ def compile_layers(model: Any) -> None:
     The first training step compiles it, once for all layers that are alike and for all lengths.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    torch._dynamo.config.optimize_ddp = False  # it would cut layers at DDP's buckets
-    torch._dynamo.config.recompile_limit = VARIANTS
-    for name in (attention.NAME, attention.LIBRARY_NAME):
-        AttentionInterface.register(name, _attention())
+    lasting(compiling_layers, VARIANTS)
+    lasting(attention_called, (attention.NAME, attention.LIBRARY_NAME), _attention())
     for layer in decoder_layers(base)[2]:
         kind: Any = type(layer)
         layer.forward = MethodType(_compiled(kind), layer)

@@ -187,12 +187,11 @@ def answer_batches(
     *,
     max_new_tokens: int,
     batch_size: int,
-    generate: Callable[..., list[list[int]]] = generate,
 ) -> Iterator[tuple[list[int], list[Answer]]]:
     """Row indices and their answers, batch by batch: prompts of similar length together, the longest first.
 
     A prompt that leaves fewer than `max_new_tokens` positions is answered alone with the room that it leaves,
-    so that no answer depends on which rows share its batch. `generate` stands for the function above.
+    so that no answer depends on which rows share its batch.
 
     Raises:
         DoesNotFitError: memory runs out on a single row.
@@ -222,7 +221,6 @@ def generate_answers(
     max_new_tokens: int,
     batch_size: int = DEFAULT_BATCH_SIZE,
     description: str = "generating",
-    generate: Callable[..., list[list[int]]] = generate,
 ) -> list[Answer]:
     """The answers in the order of the prompts, generated under a progress bar; as `answer_batches`.
 
@@ -232,7 +230,7 @@ def generate_answers(
     answers: dict[int, Answer] = {}
     with progress_bar(description, len(prompts)) as done:
         limits: dict[str, Any] = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
-        for rows, made in answer_batches(model, tokenizer, prompts, **limits, generate=generate):
+        for rows, made in answer_batches(model, tokenizer, prompts, **limits):
             answers.update(zip(rows, made, strict=True))
             done(len(rows))
     return [answers[row] for row in range(len(prompts))]

@@ -22,7 +22,7 @@ SHARES = 20  # where rows are not known one by one, the supervised share is roun
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
 TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
 OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
-SHARED = ("plan.py", "timeline.py", "units.py", "work.py")
+SHARED = ("parts.py", "plan.py", "timeline.py", "units.py", "work.py")
 SOURCES = tuple(PACKAGE / name for name in ("choices", "engines", "sizing", "model", *SHARED))
 
 

@@ -50,7 +50,7 @@ def process_group(job: Job) -> Iterator[None]:
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group(_backend(job.plan), timeout=timeout)
     try:
-        with engine.while_starting(_say) if job.ranks.is_main else nullcontext():
+        with engine.while_starting(_say if job.ranks.is_main else lambda text: None):
             yield
     except RuntimeError as error:
         if "timed out" not in str(error).lower():

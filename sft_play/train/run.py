@@ -4,7 +4,7 @@ data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from sft_play.model.architecture import class_to_name
 from sft_play.planning.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
-from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
@@ -39,10 +38,8 @@ from sft_play.train.settle import keep_times, settle_plan
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
-def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+def train(job: Job) -> dict[str, Any]:
     """Trains on this process's device, together with the other ranks if there are any; returns the summary.
-
-    The ranks of an engine that divides weights answer prompts before and after (`train.answers`).
 
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
@@ -61,14 +58,10 @@ def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         require_space(session)
         begin_run(session.job)
         clear_way(session.job, checkpoint)
-        before = answers_of(session, prompts, "before")
         with remembered(session):
             stopped, metered = run_steps(session, checkpoint)
         remember_speed(session)
         saved = None if stopped else save(session)  # it has its checkpoint instead
-        after = answers_of(session, prompts, "after") if before and not stopped else None
-    if job.ranks.is_main:
-        hand_over(job.run, before, after)
     return summarise(session, probed, metered, saved)
 
 

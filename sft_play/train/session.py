@@ -42,6 +42,8 @@ from sft_play.train.trackers import trackers
 from sft_play.train.trainer import PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
+from sft_play.upstream.accelerate import state_of_a_run
+from sft_play.upstream.patching import lasting
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan, engine = job.config, job.plan, engine_of(job.plan.sharing.engine)
+    lasting(state_of_a_run)
     validation = validation_rows(job)
     types = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
     trainer = PlannedTrainer(

@@ -18,7 +18,6 @@ from transformers.integrations import (
     TensorBoardCallback,
     TrackioCallback,
     WandbCallback,
-    integration_utils,
 )
 
 from sft_play.config.schema import RunConfig
@@ -31,6 +30,7 @@ from sft_play.report.tables import METRICS, said_of
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import warn
 from sft_play.units import format_bytes
+from sft_play.upstream.transformers import grouping
 
 # The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.
 NOT_SHOWN = {
@@ -73,11 +73,7 @@ def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trackers(job: Job) -> list[TrainerCallback]:
-    """The callbacks of the trackers that a run reports to, with our groups.
-
-    The library's own are "eval", and "train" for all the rest.
-    """
-    integration_utils.rewrite_logs = grouped
+    """The callbacks of the trackers that a run reports to, with our groups."""
     kinds: dict[str, Any] = {"tensorboard": Board, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
     return [kinds[name](job) for name in job.config.train.report_to]
 
@@ -98,6 +94,11 @@ class _OfRun:
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job, self._run = job, job.run
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a record."""
+        with grouping(grouped):
+            super().on_log(*args, **kwargs)  # type: ignore[misc]
 
 
 class Wandb(_OfRun, WandbCallback):

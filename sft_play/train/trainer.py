@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
-from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
@@ -31,6 +30,8 @@ from sft_play.train.nonfinite import (
 from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches
 from sft_play.ui.console import warn
+from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides
+from sft_play.upstream.patching import lasting
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -50,15 +51,10 @@ def averaged(optimizer: Any) -> Iterator[None]:
 
 
 def forget_embeddings(args: TrainingArguments) -> None:
-    """Empties bitsandbytes' list of parameters that have states in 32 bits beside those in 8.
-
-    It holds the embedding of a model for as long as the process lives, and knows its parameters by position,
-    so that those of another run at the same places would have such states too.
-    """
-    if any(each.trainer == args.optim and each.bits == 8 for each in OPTIMIZERS.values()):
-        from bitsandbytes.optim import GlobalOptimManager
-
-        GlobalOptimManager.get_instance().initialize()
+    """Lets no parameter of another run have states in 32 bits beside those in 8."""
+    if args.optim.endswith("8bit"):
+        lasting(no_overrides)
+        forget_overrides()
 
 
 class PlannedTrainer(SFTTrainer):

@@ -20,10 +20,7 @@ COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it 
 
 def limit_network() -> None:
     """Gives the client of huggingface_hub these limits; call it before anything may use the network."""
-    from huggingface_hub.utils import _http
-
-    if getattr(_http._GLOBAL_CLIENT_FACTORY, "func", None) is not _limited_client:
-        lasting(_limited_network())
+    lasting(_limited_network)
 
 
 @contextmanager

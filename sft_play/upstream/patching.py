@@ -1,31 +1,37 @@
 """How this room changes a library: for a block, or until the command that needs the change is over."""
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from sft_play.errors import ConfigError
 
-# The blocks of `undone` that are open, the innermost last. What begins outside of them lasts as long as the
-# process, as in a command that ends with it.
-_OPEN = [ExitStack()]
+# The blocks of `undone` that are open, the innermost last, each with what lasts until its end. The first one
+# is the process, which a command ends with.
+_OPEN: list[tuple[ExitStack, set[Any]]] = [(ExitStack(), set())]
 
 
 @contextmanager
 def undone() -> Iterator[None]:
     """After the block, libraries are as they were before it: what `lasting` has begun there is undone."""
     with ExitStack() as stack:
-        _OPEN.append(stack)
+        _OPEN.append((stack, set()))
         try:
             yield
         finally:
-            _OPEN.remove(stack)
+            _OPEN.pop()
 
 
-def lasting(patch: AbstractContextManager[Any]) -> None:
-    """Begins a change that many share, and none of them can end: it ends with the block of `undone`."""
-    _OPEN[-1].enter_context(patch)
+def lasting(change: Callable[..., AbstractContextManager[Any]], *args: Any) -> None:
+    """Enters `change(*args)` until the innermost block of `undone` ends, unless the same lasts already.
+
+    For what several share, none of whom can end it.
+    """
+    if not any((change, *args) in known for _, known in _OPEN):
+        stack, known = _OPEN[-1]
+        stack.enter_context(change(*args))
+        known.add((change, *args))
 
 
 @contextmanager

@@ -1,19 +1,7 @@
-"""One finished run for all that comes after training."""
-
-from pathlib import Path
-from typing import NamedTuple
+"""Runs in the process of a test."""
 
 import pytest
 import torch
-
-from sft_play.runlog import RunDir
-from tests.integration.cli import Done, finish, make_workspace, start
-
-
-class Finished(NamedTuple):
-    config: Path
-    run: RunDir
-    done: Done
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +11,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def finished(tiny_model, make_cache, tmp_path_factory) -> Finished:
-    """`python -m sft_play train`, as a person runs it: LoRA, one process."""
-    folder = tmp_path_factory.mktemp("finished")
-    config = make_workspace(folder, tiny_model)
-    cache = str(make_cache(folder / "cache"))
-    done = finish(start("train", "--config", config, SFT_PLAY_CACHE=cache, COLUMNS="80"))
-    assert done.code == 0, done.err
-    return Finished(config, RunDir(folder / "runs" / "one"), done)

@@ -1,10 +1,14 @@
 """Jobs on several launched processes, and curves that must be the same."""
 
 import json
+import multiprocessing
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.accelerate import launch_command, run_launcher
+from sft_play.launch.accelerate import launch_command, launch_environment, run_launcher
+from sft_play.launch.nodes import LOOPBACK, free_port, interface_towards
 from sft_play.runlog import RunDir, read_metrics
 from tests.jobs import SEQ
 from tests.rounding import assert_same_values, summed
@@ -23,7 +27,16 @@ CLOSE = {
 }
 
 
-def launch_jobs(folder: Path, engine: str, processes: int, specs: list[dict[str, Any]]) -> None:
+LIMIT_S = 500
+# A process that has imported all that a rank needs, which takes longer than what most tests do in one; torch and
+# its threads have done nothing in it.
+_imported = multiprocessing.get_context("forkserver")
+_imported.set_forkserver_preload(["tests.integration.worker"])
+
+
+def launch_jobs(
+    folder: Path, engine: str, processes: int, specs: list[dict[str, Any]], *, forked: bool = False
+) -> None:
     """Trains jobs one after the other, all in one launch.
 
     Args:
@@ -31,12 +44,17 @@ def launch_jobs(folder: Path, engine: str, processes: int, specs: list[dict[str,
         engine: "ddp" or "deepspeed_z2".
         processes: their number.
         specs: as worker.py takes them, without the folder and the engine.
+        forked: not by `accelerate launch`, but from a process that has imported everything.
     """
     for spec in specs:
         spec["output"] = str(folder)
         spec["settings"] = {"engine": engine, **spec["settings"]}
     file = folder / f"{engine}-{processes}.json"
     file.write_text(json.dumps(specs))
+    (_fork if forked else _launch)(file, engine, processes)
+
+
+def _launch(file: Path, engine: str, processes: int) -> None:
     command = launch_command(
         [str(Path(__file__).with_name("worker.py")), str(file)],
         engine=engine,
@@ -44,9 +62,33 @@ def launch_jobs(folder: Path, engine: str, processes: int, specs: list[dict[str,
         processes=processes,
         cores=1,
     )
-    result = run_launcher(command, RunDir(folder), timeout_s=500)
+    result = run_launcher(command, RunDir(file.parent), timeout_s=LIMIT_S)
     log = file.with_name(f"{file.stem}.0.log")
     assert result.code == 0, f"{result.message}\n{log.read_text()[-3000:] if log.exists() else ''}"
+
+
+def _fork(file: Path, engine: str, processes: int) -> None:
+    from tests.integration.worker import as_rank
+
+    values = launch_environment("cpu", processes, interface_towards(LOOPBACK))
+    values |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    values |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    started = {}
+    for rank in range(processes):
+        own = values | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _imported.Process(target=as_rank, args=(own, file))
+        process.start()
+        started[process.sentinel] = process
+    deadline, waiting = time.monotonic() + LIMIT_S, dict(started)
+    while waiting and (ended := wait(waiting, max(0, deadline - time.monotonic()))):
+        if any(waiting.pop(each).exitcode for each in ended):
+            break
+    for process in waiting.values():  # after a failure, or too late
+        process.kill()
+    for rank, process in enumerate(started.values()):
+        process.join()
+        said = file.with_name(f"{file.stem}.{rank}.out").read_text()
+        assert process.exitcode == 0, f"rank {rank}: {process.exitcode}\n{said[-3000:]}"
 
 
 def assert_same_curve(run: Path, reference: Path, close: dict[str, float], after: int = 0) -> None:

@@ -61,6 +61,8 @@ def remains_of_probes(job: Job) -> dict[str, Any]:
     """Probes a plan, gives it up and probes it again; the names of what is alive after each, and bytes of tensors."""
     noted: dict[str, Any] = {}
     found: dict[str, Any] = {"alive": [], "bytes": []}
+    gc.collect()
+    gc.freeze()  # what is here already is not looked at again, which would take most of the time
     session = prepare_session(job, announce=False)
     model = weakref.ref(session.trainer.model)
     with noting_parts(noted):

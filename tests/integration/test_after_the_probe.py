@@ -40,7 +40,7 @@ def specs_of(model, engines):
 @pytest.mark.parametrize("kind", LAUNCHES)
 @pytest.mark.timeout(600)
 def test_a_probe_leaves_nothing_alive(tiny_model, tmp_path, kind):
-    launch_jobs(tmp_path, LAUNCHES[kind][0], 2, specs_of(tiny_model, LAUNCHES[kind]))
+    launch_jobs(tmp_path, LAUNCHES[kind][0], 2, specs_of(tiny_model, LAUNCHES[kind]), forked=True)
     for spec in specs_of(tiny_model, LAUNCHES[kind]):
         for rank in range(2):
             found = json.loads((tmp_path / spec["name"] / f"remains.{rank}.json").read_text())

@@ -133,6 +133,13 @@ def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
     assert summary["optimizer_steps"] == 2 and summary["train_loss"] > 0  # though no tenth step was logged
 
 
+def test_what_has_finished_is_not_resumed(finished):
+    before = snapshot(finished.run.path)
+    done = sft("train", "--resume", "--config", finished.run.config)
+    assert done.code == 0 and "has already finished" in done.out
+    assert snapshot(finished.run.path) == before
+
+
 @pytest.mark.parametrize(
     ("mode", "packing"),
     [

@@ -50,7 +50,7 @@ def runs(model, tiny_model):
     specs = [{"model": str(model), "name": kind, "settings": {"mode": kind}} for kind in KINDS]
     for spec in [*warm, *specs]:
         spec["load_as"] = KINDS[spec["settings"]["mode"]]
-    launch_jobs(model.parent, "fsdp2", RANKS, [*warm, *specs])
+    launch_jobs(model.parent, "fsdp2", RANKS, [*warm, *specs], forked=True)
     return model.parent
 
 

@@ -77,7 +77,7 @@ def launch(models, one, folder):
             | ({"loses_boundaries": True} if name.startswith("lost") else {})
             for name, settings in jobs.items()
         ]
-        launch_jobs(folder, engine, processes, specs)
+        launch_jobs(folder, engine, processes, specs, forked=True)
 
     return run
 

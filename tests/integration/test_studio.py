@@ -14,7 +14,7 @@ from sft_play.runlog import RunDir
 from tests.integration.cli import finish, make_workspace, start
 
 pytestmark = pytest.mark.integration
-LONG = ("train.max_steps=300", "train.logging_steps=2", "train.probe=false", "eval.generate=false")
+LONG = ("train.max_steps=120", "train.logging_steps=2", "train.probe=false", "eval.generate=false")
 
 
 def fetch(address: str) -> str:
@@ -54,12 +54,12 @@ def test_a_run_is_seen_while_it_trains_and_when_it_has_ended(studio, tmp_path, t
         nonlocal seen
         assert training.poll() is None, training.communicate()
         seen = fetch(f"{address}/")
-        return bool(re.search(r"step [1-9]\d* of 300, about", seen))
+        return bool(re.search(r"step [1-9]\d* of 120, about", seen))
 
     until(runs, timeout_s=240)
     assert ">running <progress" in seen
     page = fetch(f"{address}/runs/one")
-    assert re.search(r"Running: step [1-9]\d* of 300", page) and "Loss over optimizer steps" in page
+    assert re.search(r"Running: step [1-9]\d* of 120", page) and "Loss over optimizer steps" in page
     assert 'data-seconds="5"' in page and not RunDir(tmp_path / "runs" / "one").report.exists()
     assert finish(training, timeout_s=240).code == 0
     ended = fetch(f"{address}/runs/one")

@@ -5,6 +5,7 @@ asked for
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,10 +14,13 @@ from typing import Any
 
 from sft_play.machine.process import die_with_parent, importing_libraries
 
-die_with_parent()
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
+if __name__ == "__main__":
+    die_with_parent()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
 with importing_libraries():  # as a rank does
+    import torch
+
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model import decomposition
@@ -110,6 +114,17 @@ def main(path: Path) -> int:
                 else:
                     train(job)
     return finish_rank(ranks, 0)
+
+
+def as_rank(environment: dict[str, str], path: Path) -> None:
+    """The same in a process that was forked, with what a launcher would have set; what it prints is in a file."""
+    die_with_parent()
+    with path.with_name(f"{path.stem}.{environment['RANK']}.out").open("w") as said:
+        for number in (1, 2):
+            os.dup2(said.fileno(), number)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.exit(main(path))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ CALLED = {
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
     "transformers.models.gemma.modeling_gemma:GemmaRMSNorm._norm": "x",
-    "transformers:AttentionInterface.register": "key value",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param": "param device",
@@ -272,6 +271,8 @@ VALUES = {
     "torch:ops.c10d._reduce_scatter_base_": ...,
     "torch._C:_storage_Use_Count": ...,
     "accelerate.state:AcceleratorState._reset_state": ...,
+    "accelerate.state:AcceleratorState._shared_state": ...,
+    "transformers:AttentionInterface._global_mapping": ...,
     f"{PARAM_GROUP}._backward_prefetch": ...,
     "torch:Tensor._is_view": ...,
     "torch:Tensor._use_count": ...,

@@ -5,10 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
+from deepspeed import ops
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from sft_play.engines import deepspeed
 from sft_play.engines.deepspeed import clear_abandoned_locks
+from sft_play.upstream import deepspeed as upstream
 
 
 def old_lock(folder, name):
@@ -29,6 +32,12 @@ def test_a_lock_that_nobody_works_behind_is_removed_and_one_in_use_or_young_stay
         builder.kill()
         builder.wait()
     assert not abandoned.exists() and in_use.exists() and young.exists()
+
+
+def test_what_only_the_inference_of_deepspeed_uses_is_not_compiled():
+    with upstream.inference_left_out():
+        assert build_shm_op() is None
+    assert ops.__compatible_ops__[ShareMemCommBuilder.NAME]
 
 
 class Tiny(CPUOpBuilder):
@@ -60,11 +69,11 @@ def test_an_extension_that_is_compiled_is_told_of_and_a_compiled_one_is_not(tmp_
     monkeypatch.setattr(Tiny, "folder", tmp_path, raising=False)
     (tmp_path / "tiny.cpp").write_text(TINY)
     said: list[str] = []
-    monkeypatch.setattr(deepspeed, "BUILD_IS_SLOW_S", 0.0)
-    with deepspeed.slow_builds_told(said.append):
+    monkeypatch.setattr(upstream, "BUILD_IS_SLOW_S", 0.0)
+    with upstream.slow_builds_told(said.append):
         Tiny().jit_load(verbose=False)
     assert said == ["DeepSpeed compiles its extension tiny, once, which may take minutes"]
-    monkeypatch.setattr(deepspeed, "BUILD_IS_SLOW_S", 60.0)
-    with deepspeed.slow_builds_told(said.append):
+    monkeypatch.setattr(upstream, "BUILD_IS_SLOW_S", 60.0)
+    with upstream.slow_builds_told(said.append):
         Tiny().jit_load(verbose=False)
     assert len(said) == 1 and (tmp_path / "tiny" / "tiny.so").exists()

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from sft_play.builtin.models import byte_level_tokenizer
+from sft_play.data.template import SHIPPED
 
 TEXTS = [
     "the quick brown fox",
@@ -24,10 +25,7 @@ TEXTS = [
     "don't, won't; caf\u00e9 \u4f60\u597d!\n\n  two  spaces",
 ] * 4
 VOCABULARY = 400
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = (SHIPPED / "chatml.jinja").read_text()
 GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set start = messages[0].content + '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set start = '' %}{% set rest = messages %}{% endif %}"

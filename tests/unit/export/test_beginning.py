@@ -11,12 +11,12 @@ import pytest
 
 from sft_play.data.chat import make_chat
 from sft_play.data.tokens import encode
-from sft_play.export.ollama import turns_of
+from sft_play.export.ollama import template_in_go
 from sft_play.export.vocabulary import Beginning, beginning, describe
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import alternating
 from tests.unit.export import folders
-from tests.unit.export.test_ollama import in_go
+from tests.unit.export.test_ollama import KNOWN, in_go
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
 
@@ -82,7 +82,7 @@ class File:
 
     def chat_of_ollama(self, messages):
         """Ollama's, by the template of our Modelfile."""
-        return self.text(in_go(turns_of(self.tokenizer, adds_bos=self.adds_bos).in_go(), messages))
+        return self.text(in_go(template_in_go(self.tokenizer, adds_bos=self.adds_bos), messages))
 
 
 def trained_on(tokenizer, conversation):
@@ -105,7 +105,15 @@ def test_chats_begin_as_in_training(make, turns):
     file = File(tokenizer)
     prompt = file.chat(list(messages))
     assert row[: len(prompt)] == prompt and len(row) > len(prompt)
-    assert file.chat_of_ollama(list(messages)) == prompt
+
+
+@every_kind
+@pytest.mark.parametrize("name", KNOWN)
+def test_ollama_begins_chats_of_shipped_templates_as_llama_cpp_does(make, name):
+    tokenizer = make()
+    tokenizer.chat_template = KNOWN[name]
+    file, messages = File(tokenizer), list(alternating(*QUESTIONS))
+    assert file.chat_of_ollama(messages) == file.chat(messages)
 
 
 @every_kind

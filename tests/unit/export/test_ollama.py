@@ -1,4 +1,4 @@
-"""The Modelfile gives the prompts that the chat template gives, or no template at all."""
+"""The Modelfile gives the prompts of a shipped chat template, or no template at all."""
 
 import itertools
 import json
@@ -8,37 +8,11 @@ import subprocess
 
 import pytest
 
-from sft_play.data.template import SHIPPED
-from sft_play.export.ollama import modelfile, turns_of
+from sft_play.data.template import SHIPPED, shipped_templates
+from sft_play.export.ollama import modelfile, template_in_go
 from tests.unit.export import folders
 
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}{{ raise_exception('no') }}{% endif %}"
-    "{% endfor %}"
-)
-QWEN_DEFAULT = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe Qwen.<|im_end|>\n{% endif %}"
-    + folders.CHATML
-)
-THINKING_OFF = folders.CHATML.replace(
-    "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
-)
-KNOWN = {
-    "an empty thought": THINKING_OFF,
-    "chatml": folders.CHATML,
-    "gemma": folders.GEMMA,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "qwen": QWEN_DEFAULT,
-    "shipped chatml": (SHIPPED / "chatml.jinja").read_text(),
-    "shipped plain": (SHIPPED / "plain.jinja").read_text(),
-}
-WITHOUT_SYSTEM = {"mistral"}
+KNOWN = {name: (SHIPPED / f"{name}.jinja").read_text() for name in ("chatml", "plain")}
 
 
 @pytest.fixture(scope="module")
@@ -46,60 +20,41 @@ def tokenizer():
     return folders.piece_tokenizer()
 
 
-def conversations(system: bool) -> list[list[dict]]:
+def conversations() -> list[list[dict]]:
     roles = itertools.cycle(("user", "assistant"))
     turns = [
         {"role": role, "content": text}
         for role, text in zip(roles, ("one?", "Two.", 'say "three"', "4", "5"), strict=False)
     ]
     found = [turns[:1], turns[:3], turns]
-    return found + [[{"role": "system", "content": "Rules."}, *found[1]]] * system
+    return [*found, [{"role": "system", "content": "Rules."}, *found[1]]]
 
 
 def in_go(template: str, messages: list[dict]) -> str:
     """What Go's text/template prints for the few constructs in ours, read from its definition."""
-    out, first = [], True
-    opening, loop = template.split("{{ $first := true }}{{ range $i, $_ := .Messages }}")
+    opening, loop = template.split("{{ range .Messages }}")
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    if opening.startswith("{{ if .System }}"):
-        given, otherwise = (
-            opening.removeprefix("{{ if .System }}").removesuffix("{{ end }}").split("{{ else }}")
-        )
-        opening = given if system else otherwise
-    user = loop.removeprefix('{{ if eq .Role "user" }}').partition('{{ else if eq .Role "assistant" }}')[0]
+    if not system:
+        opening = opening.partition("{{ if .System }}")[0]
+    user, assistant = loop.removesuffix("{{ end }}{{ end }}").split('{{ else if eq .Role "assistant" }}')
+    pieces = {"user": user.removeprefix('{{ if eq .Role "user" }}'), "assistant": assistant, "system": ""}
 
     def printed(text: str, content: str) -> str:
+        text = re.sub(r"{{ (if .System|end) }}", "", text)
         text = re.sub(r'{{ ("(?:[^"\\]|\\.)*") }}', lambda found: json.loads(found[1]), text)
         return text.replace("{{ .System }}", system).replace("{{ .Content }}", content)
 
-    out.append(printed(opening, ""))
-    between, rest = re.fullmatch(
-        r"{{ if not \$first }}(.*?){{ end }}(.*){{ \$first = false }}", user
-    ).groups()
-    for number, message in enumerate(messages):
-        if message["role"] == "user":
-            branch = re.search(
-                r"{{ if eq \(len \(slice \$\.Messages \$i\)\) 1 }}(.*?){{ else }}(.*?){{ end }}", rest
-            )
-            after = rest
-            if branch:
-                chosen = branch[1] if number == len(messages) - 1 else branch[2]
-                after = rest.replace(branch[0], chosen)
-            out.append(printed(after if first else between + after, message["content"]))
-            first = False
-        elif message["role"] == "assistant":
-            out.append(message["content"])
-    return "".join(out)
+    return printed(opening, "") + "".join(printed(pieces[m["role"]], m["content"]) for m in messages)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_template_in_go_gives_the_same_prompts(tokenizer, name):
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_the_template_in_go_gives_the_same_prompts(tokenizer, name, adds_bos):
     tokenizer.chat_template = KNOWN[name]
-    turns = turns_of(tokenizer, adds_bos=True)
-    assert (turns.system is None) == (name in WITHOUT_SYSTEM)
-    for messages in conversations(turns.system is not None):
+    template = template_in_go(tokenizer, adds_bos=adds_bos)
+    for messages in conversations():
         wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert in_go(turns.in_go(), messages) == wanted.removeprefix(tokenizer.bos_token)
+        assert in_go(template, messages) == (wanted.removeprefix(tokenizer.bos_token) if adds_bos else wanted)
 
 
 GO = """package main
@@ -122,10 +77,10 @@ def test_go_itself_prints_them(tokenizer, tmp_path):
     cases, wanted = [], []
     for template in KNOWN.values():
         tokenizer.chat_template = template
-        turns = turns_of(tokenizer, adds_bos=True)
-        for messages in conversations(turns.system is not None):
+        written = template_in_go(tokenizer, adds_bos=True)
+        for messages in conversations():
             system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-            cases.append({"Template": turns.in_go(), "System": system, "Messages": messages})
+            cases.append({"Template": written, "System": system, "Messages": messages})
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             wanted.append(text.removeprefix(tokenizer.bos_token))
     (tmp_path / "main.go").write_text(GO)
@@ -140,29 +95,22 @@ def test_go_itself_prints_them(tokenizer, tmp_path):
     assert done.stdout.split("\0")[:-1] == wanted
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ loop.index }}{{ m.role }}{{ m.content }}{% endfor %}",  # numbers the turns
-        "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}",  # changes the texts
-        "{% for m in messages %}{% if loop.last %}S{% endif %}<{{ m.content }}>{% endfor %}",  # marks the last turn
-        "{{ messages[-1].content }}",  # forgets the others
-        "{{ messages.nothing.at_all }}",  # cannot be rendered
-        None,
-    ],
-)
-def test_a_template_that_does_more_is_not_invented(tokenizer, template):
+@pytest.mark.parametrize("template", [folders.CHATML + "\n", folders.GEMMA, None])
+def test_another_template_is_not_written(tokenizer, template):
     tokenizer.chat_template = template
-    assert turns_of(tokenizer, adds_bos=True) is None
+    assert template_in_go(tokenizer, adds_bos=True) is None
     text = modelfile("m.gguf", None, ["<end_of_turn>"], None)
-    assert "TEMPLATE " not in text.replace("add a TEMPLATE.", "") and "does more than can be written" in text
+    assert "TEMPLATE " not in text.replace("add a TEMPLATE.", "") and "not written for Ollama here" in text
+
+
+def test_every_shipped_template_is_written(tokenizer):
+    assert KNOWN.keys() == set(shipped_templates())
 
 
 def test_the_modelfile_names_file_stop_tokens_and_system_prompt(tokenizer):
-    tokenizer.chat_template = folders.CHATML
-    text = modelfile(
-        "m-F16.gguf", turns_of(tokenizer, adds_bos=True), ["<|im_end|>", "</s>"], "Be brief.\nBe kind."
-    )
+    tokenizer.chat_template = KNOWN["chatml"]
+    template = template_in_go(tokenizer, adds_bos=True)
+    text = modelfile("m-F16.gguf", template, ["<|im_end|>", "</s>"], "Be brief.\nBe kind.")
     assert text.splitlines()[1] == "FROM ./m-F16.gguf"
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\n' in text
     assert text.endswith('SYSTEM """Be brief.\nBe kind."""\n')

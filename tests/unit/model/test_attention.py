@@ -14,6 +14,7 @@ from transformers import (
 
 from sft_play.errors import ConfigError
 from sft_play.model import attention
+from sft_play.upstream.torch import without_cudnn_attention
 from tests.rounding import assert_same_tensor, forward_terms, step_terms, summed
 
 SHAPE = dict(
@@ -136,7 +137,10 @@ def test_flash_attention_takes_groups_in_16_bit_and_under_autocast(monkeypatch):
 
 
 def test_the_kernel_of_cudnn_is_off():
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with without_cudnn_attention():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
     attention.register()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 

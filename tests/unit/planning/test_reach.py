@@ -38,7 +38,7 @@ def drafts(config: RunConfig):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def test_what_is_left_out_would_not_have_fit(mode):
     """Also not by one byte: what counts for a plan is never more than the weights that it holds throughout."""
     config = run(mode)

@@ -130,15 +130,12 @@ def test_what_is_cached_is_used_and_what_is_not_is_one_sentence(serve, tmp_path)
         hf_hub_download("org/other", "config.json")
 
 
-def test_it_is_limited_once_and_not_after_the_block(monkeypatch):
+def test_it_is_limited_once_and_not_after_the_block():
     factory = _http._GLOBAL_CLIENT_FACTORY
     with undone():
         hub.limit_network()
         assert _http._GLOBAL_CLIENT_FACTORY is factory  # that of the fixture, which lasts longer
-    monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
-    with undone():
-        hub.limit_network()
-        assert _http._GLOBAL_CLIENT_FACTORY is not _http.default_client_factory
+    with hub._limited_network():
+        assert _http._GLOBAL_CLIENT_FACTORY is not factory
         constants.HF_HUB_OFFLINE = True  # as after a call without an answer
-    assert _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory
-    assert not constants.HF_HUB_OFFLINE
+    assert _http._GLOBAL_CLIENT_FACTORY is factory and not constants.HF_HUB_OFFLINE

@@ -45,9 +45,12 @@ def test_a_name_that_is_not_there_is_named_with_what_lacks_it(builtin):
 
 def test_what_lasts_ends_with_the_innermost_block_even_after_an_error():
     with undone():
-        lasting(patched(Base, "name", "outer"))
+        lasting(patched, Base, "name", "outer")
         with pytest.raises(ZeroDivisionError), undone():
-            lasting(patched(Base, "name", "inner"))
+            lasting(patched, Base, "name", "inner")
+            assert Base.name == "inner"
+            lasting(patched, Base, "name", "outer")  # which lasts already
+            assert Base.name == "inner"
             raise ZeroDivisionError
         assert Base.name == "outer"
     assert Base.name == "of the base"

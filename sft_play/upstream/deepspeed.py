@@ -1,0 +1,85 @@
+"""What we change in DeepSpeed, and take of its private parts, without importing it before it is used."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Timer
+from typing import Any
+
+from sft_play.upstream.patching import lasting, patched
+
+BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
+
+
+@contextmanager
+def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Within it, an extension that DeepSpeed has not loaded after BUILD_IS_SLOW_S is said to be compiled.
+
+    It compiles for minutes without a word (since 0.3). What makes this unnecessary: a line of its own.
+    """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    load = OpBuilder.jit_load
+
+    def told(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        text = f"DeepSpeed compiles its extension {builder.name}, once, which may take minutes"
+        timer = Timer(BUILD_IS_SLOW_S, say, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            return load(builder, *args, **kwargs)
+        finally:
+            timer.cancel()
+
+    with patched(OpBuilder, "jit_load", told):
+        yield
+
+
+@contextmanager
+def inference_left_out() -> Iterator[None]:
+    """In the block, DeepSpeed does not compile, for a minute on a CPU, what only its inference would call.
+
+    It does when it joins a process group (0.19). What makes this unnecessary: a build on demand.
+    """
+    from deepspeed import ops
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    with patched(ops, "__compatible_ops__", {**ops.__compatible_ops__, ShareMemCommBuilder.NAME: False}):
+        yield
+
+
+@contextmanager
+def units_reduced_when_computed() -> Iterator[None]:
+    """In the block, ZeRO-3 reduces the gradients of a unit once they are computed, whatever its input needs.
+
+    It would do so before where the input of a leaf module needs no gradient (0.18). What makes this
+    unnecessary: hooks on the parameters of a leaf module, not on its input.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    with patched(stage3, "z3_leaf_parameter", lambda parameter: False):
+        yield
+
+
+def make_next_optimizer(kind: type | None) -> None:
+    """Lets DeepSpeed's engine make its next optimizer of ZeRO-3 from this class; None: from its own.
+
+    It takes the class from its module (0.18). What makes this unnecessary: to pass the class to it.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    lasting(_own_optimizer_in_the_end)
+    own = stage3.DeepSpeedZeroOptimizer_Stage3
+    own = getattr(own, "in_place_of", own)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = own  # again: it is for a single training
+        return (kind or own)(*args, **kwargs)
+
+    make.in_place_of = own  # type: ignore[attr-defined]
+    stage3.DeepSpeedZeroOptimizer_Stage3 = make if kind else own
+
+
+def _own_optimizer_in_the_end() -> AbstractContextManager[None]:
+    from deepspeed.runtime.zero import stage3
+
+    return patched(stage3, "DeepSpeedZeroOptimizer_Stage3", stage3.DeepSpeedZeroOptimizer_Stage3)

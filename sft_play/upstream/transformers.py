@@ -1,0 +1,62 @@
+"""What we change in transformers, and take of its private parts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from sft_play.upstream.patching import lasting, patched
+
+
+@contextmanager
+def attention_called(names: Sequence[str], function: Callable[..., Any]) -> Iterator[None]:
+    """In the block, models find a function by the names that a config has for attention.
+
+    What makes this unnecessary: an `unregister` beside `register`, which keeps functions for all models.
+    """
+    from transformers import AttentionInterface
+
+    before = dict(AttentionInterface._global_mapping)
+    for name in names:
+        AttentionInterface.register(name, function)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before)
+
+
+def grouping(rewrite: Callable[[Mapping[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
+    """In the block, trackers show records under the names that `rewrite` gives them.
+
+    Its own are "eval", and "train" for all the rest, also for what has a group ("speed/mfu"). What makes this
+    unnecessary: callbacks that leave names with a group alone.
+    """
+    from transformers.integrations import integration_utils
+
+    return patched(integration_utils, "rewrite_logs", rewrite)
+
+
+def compiled_template(text: str) -> Any:
+    """The Jinja template that transformers (since 4.42) renders a chat template by, whose globals we change.
+
+    It is kept for all that render the same text. What makes this unnecessary: globals as an argument of
+    `apply_chat_template`.
+
+    Raises:
+        TemplateError, SyntaxError: it is broken.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    lasting(_templates_compiled_anew)
+    return _compile_jinja_template(text)
+
+
+@contextmanager
+def _templates_compiled_anew() -> Iterator[None]:
+    """After the block, chat templates are compiled again, so that none has what we have put into it."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        yield
+    finally:
+        _compile_jinja_template.cache_clear()
