@@ -47,10 +47,10 @@ from sft_play.machine.gpus import detect
 from sft_play.model.architecture import know_multimodal, require_decoder
 from sft_play.model.build import build_model
 from sft_play.model.load import load_model_config, load_tokenizer
-from sft_play.planning.candidates import allowed_plans
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
-from sft_play.planning.search import choose_plan
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.search.choice import choose_plan
 from sft_play.runlog import open_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec

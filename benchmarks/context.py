@@ -38,10 +38,10 @@ from benchmarks.step_time import timed_steps
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.gpus import detect
-from sft_play.planning.clock import step_seconds
-from sft_play.planning.measurement import measure
-from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.planning.speed import device_name
+from sft_play.planning.speed.clock import step_seconds
+from sft_play.planning.speed.devices import device_name
+from sft_play.planning.speed.measurement import measure
+from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.ui.console import console

@@ -50,11 +50,11 @@ from sft_play.launch.environment import WAITING
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import PROFILED, Plan
-from sft_play.planning.batch import batch_choices
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.candidates.batch import batch_choices
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.speed import saved_profile
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.devices import saved_profile
 from sft_play.runlog import open_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter

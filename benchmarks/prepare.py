@@ -66,7 +66,7 @@ FACTS = """
 import sys
 from sft_play.config.load import load_config
 from sft_play.model.load import load_data
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.rows.facts import DataFacts
 config = load_config(sys.argv[1], sys.argv[2:]).config
 print(DataFacts.of(load_data(config, progress=False).rows, config).rows)
 """
@@ -103,7 +103,7 @@ from sft_play.model.collators import joined_micro_batches
 from sft_play.model.load import load_data
 from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
 from sft_play.plan import Plan
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.train.rows import evaluation_rows, training_rows
 
 def own_bytes():

@@ -24,11 +24,11 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.plan import Plan
-from sft_play.planning.clock import batches_of
-from sft_play.planning.devices import memory_device
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.budget import memory_device
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.clock import batches_of
 from sft_play.runlog import open_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import estimator

@@ -38,7 +38,7 @@ from sft_play.launch.environment import WAITING
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
-from sft_play.planning.speed import saved_profile
+from sft_play.planning.speed.devices import saved_profile
 from sft_play.train.ranks import from_main, with_known_exchange
 from sft_play.ui.console import console, quiet_libraries
 

@@ -27,10 +27,10 @@ from sft_play.config.schema import TuningConfig
 from sft_play.machine.gpus import detect
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import add_loss_head
-from sft_play.planning.clock import StepSeconds, step_seconds
-from sft_play.planning.measurement import measure, now, since
-from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.planning.speed import device_name
+from sft_play.planning.speed.clock import StepSeconds, step_seconds
+from sft_play.planning.speed.devices import device_name
+from sft_play.planning.speed.measurement import measure, now, since
+from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters

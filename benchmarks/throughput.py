@@ -57,10 +57,10 @@ from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.plan import Plan
-from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.speed import peak_flops
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.devices import peak_flops
 from sft_play.runlog import open_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter

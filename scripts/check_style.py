@@ -53,7 +53,7 @@ class Module:
     """One source file.
 
     Attributes:
-        name: dotted, without the package: "planning.batch", and "planning" for planning/__init__.py.
+        name: dotted, without the package: "planning.request", and "planning" for planning/__init__.py.
         is_package: whether it is an __init__.py.
         text: the source.
         tree: its syntax tree.

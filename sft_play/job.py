@@ -24,12 +24,12 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
-from sft_play.planning.advice import changed_command, plan_or_advise
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.answers.advice import changed_command, plan_or_advise
+from sft_play.planning.answers.resumed import earlier_plan, resumed_plan
 from sft_play.planning.planner import Accept, fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.resumed import earlier_plan, resumed_plan
-from sft_play.planning.speed import ensure_profile
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.devices import ensure_profile
 from sft_play.report.layout import make_command
 from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
 from sft_play.sizing.architecture import Architecture

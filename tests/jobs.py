@@ -18,10 +18,10 @@ from sft_play.machine.gpus import detect
 from sft_play.manifest import files_in, hash_files, read_manifest, write_manifest
 from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.plan import Device
-from sft_play.planning.drafts import draft_plans
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.search import choose_plan
-from sft_play.planning.tiles import may_tile, with_tiles
+from sft_play.planning.candidates.drafts import draft_plans
+from sft_play.planning.candidates.tiles import may_tile, with_tiles
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.search.choice import choose_plan
 from sft_play.runlog import open_run, read_metrics
 from tests.conftest import VOCABULARY, token_rows
 from tests.plans import plan_with

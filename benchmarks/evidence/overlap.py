@@ -24,11 +24,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.published import published_models
 from sft_play.plan import Plan
-from sft_play.planning.candidates import allowed_plans
-from sft_play.planning.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
-from sft_play.planning.speed import Collectives, collectives_of, derived_profile
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
+from sft_play.planning.speed.devices import Collectives, collectives_of, derived_profile
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import work_of_plans
 from sft_play.ui.console import console

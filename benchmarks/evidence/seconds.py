@@ -2,9 +2,9 @@
 
 from benchmarks.evidence.runs import Run
 from sft_play.machine.gpus import what_if
-from sft_play.planning.clock import step_seconds
-from sft_play.planning.profile import MicroBatch
-from sft_play.planning.speed import derived_profile
+from sft_play.planning.speed.clock import step_seconds
+from sft_play.planning.speed.devices import derived_profile
+from sft_play.planning.speed.profile import MicroBatch
 from sft_play.timeline import StepTrace
 
 

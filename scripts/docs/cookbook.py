@@ -12,9 +12,9 @@ from sft_play.engines.registry import engine_of, label_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config
 from sft_play.plan import Plan
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.other_machines import MODES, plans_by_mode
+from sft_play.planning.answers.other_machines import MODES, plans_by_mode
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import GIB

@@ -13,10 +13,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config, position_limit
-from sft_play.planning.context import longest_rows
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.other_machines import MODES
+from sft_play.planning.answers.context import longest_rows
+from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.report.context import group_of
 from sft_play.sizing.architecture import Architecture
 from sft_play.ui.console import console, quiet_libraries

@@ -35,7 +35,7 @@ from sft_play.cli import INTERRUPTED_BY_USER
 from sft_play.config.train import TrainConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
-from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
+from sft_play.planning.candidates.batch import batch_choices, count_steps, scaled_learning_rate
 from sft_play.spelling import FLAGS, OVERRIDES, SWITCHES, TARGETS
 
 SEVERAL = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2", "fsdp2": "FSDP2"}  # engines of make bench-sharding

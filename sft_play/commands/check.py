@@ -24,7 +24,7 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
 from sft_play.plan import Device
-from sft_play.planning.drafts import choose_precision, require_possible
+from sft_play.planning.candidates.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.spelling import as_typed
@@ -283,9 +283,9 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
-    from sft_play.planning.advice import changed_command, plan_or_advise
-    from sft_play.planning.facts import DataFacts, row_sizes
+    from sft_play.planning.answers.advice import changed_command, plan_or_advise
     from sft_play.planning.request import Request
+    from sft_play.planning.rows.facts import DataFacts, row_sizes
     from sft_play.report.scaling import process_unit
     from sft_play.sizing.architecture import planning_architecture
 

@@ -9,10 +9,10 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import detect, what_if
-from sft_play.planning.context import LONGEST, longest_rows, places_of
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.other_machines import MODES
+from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
+from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.report.context import context_report, problem_of
 from sft_play.sizing.architecture import Architecture
 from sft_play.ui.progress import progress_bar

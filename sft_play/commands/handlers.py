@@ -167,7 +167,7 @@ def slurm(
 ) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
     from sft_play.launch.slurm import read_job, submission_summary, submit
-    from sft_play.planning.batch import batch_choices
+    from sft_play.planning.candidates.batch import batch_choices
 
     config = announce(args, name="train-slurm").config
     options = {"partition": partition, "time": time, "account": account, "more": sbatch}

@@ -35,7 +35,7 @@ def device_profile(args: Arguments, again: bool) -> int:
     from sft_play.report.profile import profile_report
 
     with importing():
-        from sft_play.planning.speed import checked, device_name, read_collectives, saved_profile
+        from sft_play.planning.speed.devices import checked, device_name, read_collectives, saved_profile
     machine = gpus.detect()
     tree = json.loads(checked(saved_profile(machine, 1, again=again), machine).to_json())
     measured = read_collectives(device_name(machine))

@@ -21,10 +21,8 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
-from sft_play.planning.advice import Change, as_overrides, plan_or_advise
-from sft_play.planning.described_rows import DescribedRows, described_facts, described_rows
-from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.other_machines import (
+from sft_play.planning.answers.advice import Change, as_overrides, plan_or_advise
+from sft_play.planning.answers.other_machines import (
     COMMON_GPUS,
     COUNTS,
     MODES,
@@ -34,7 +32,9 @@ from sft_play.planning.other_machines import (
     scaling,
 )
 from sft_play.planning.request import Request
-from sft_play.planning.speed import ensure_profile
+from sft_play.planning.rows.described_rows import DescribedRows, described_facts, described_rows
+from sft_play.planning.rows.facts import DataFacts, data_facts
+from sft_play.planning.speed.devices import ensure_profile
 from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command, training_command

@@ -5,9 +5,9 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect
 from sft_play.plan import Plan
-from sft_play.planning.facts import DataFacts, row_sizes
-from sft_play.planning.other_machines import scaling
+from sft_play.planning.answers.other_machines import scaling
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts, row_sizes
 from sft_play.runlog import RunDir, read_json
 from sft_play.sizing.architecture import planning_architecture
 from sft_play.ui.console import warn

@@ -9,11 +9,11 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.model.attention_table import ATTENTIONS, NAME
 from sft_play.plan import EARLIER, PROFILED, Estimator, Plan
-from sft_play.planning.clock import work_of_request
-from sft_play.planning.compiled import compiled_reasons
-from sft_play.planning.devices import training_threads
+from sft_play.planning.budget import training_threads
+from sft_play.planning.candidates.compiled import compiled_reasons
 from sft_play.planning.request import Request
-from sft_play.planning.speed import collectives_of, device_name, links_of, only_while_busy, profile_of
+from sft_play.planning.speed.clock import work_of_request
+from sft_play.planning.speed.devices import collectives_of, device_name, links_of, only_while_busy, profile_of
 from sft_play.reasons.evidence import (
     Communication,
     OnlyWhileBusy,

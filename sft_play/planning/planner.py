@@ -12,17 +12,17 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.plan import Plan
-from sft_play.planning.candidates import allowed_plans, candidates, leanest_memories, traced_estimator
-from sft_play.planning.clock import plan_clock
-from sft_play.planning.devices import memory_reasons
-from sft_play.planning.drafts import draft_reasons
+from sft_play.planning.allowed import allowed_plans, candidates, leanest_memories, traced_estimator
+from sft_play.planning.budget import memory_reasons
+from sft_play.planning.candidates.drafts import draft_reasons
+from sft_play.planning.candidates.sequence import group_sizes
+from sft_play.planning.candidates.weights_alone import not_too_large
 from sft_play.planning.explain import profile_reasons, step_reasons, trained_besides
-from sft_play.planning.measured_speed import corrected_clock, speeds_of
-from sft_play.planning.reach import within_reach
 from sft_play.planning.request import Request
-from sft_play.planning.search import TIE, choose_plan
-from sft_play.planning.sequence import group_sizes
-from sft_play.planning.speed import profile_of
+from sft_play.planning.search.choice import TIE, choose_plan
+from sft_play.planning.speed.clock import plan_clock
+from sft_play.planning.speed.devices import profile_of
+from sft_play.planning.speed.measured_speed import corrected_clock, speeds_of
 from sft_play.reasons.choices import TokensDivided
 from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
 from sft_play.reasons.reason import Reason
@@ -96,7 +96,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         found: list[Reason] = [UnknownFreeMemory(device.name)]
     else:
         machine, processes = request.machine, request.processes
-        drafts, too_large = within_reach(config, architecture, drafts, budget.budget_bytes)
+        drafts, too_large = not_too_large(config, architecture, drafts, budget.budget_bytes)
         more += [*too_large, *memory_reasons(config, machine, processes, budget)]
         seconds, predict = plan_clock(request), traced_estimator(request, budget)
         record_of = records_of(architecture.text, device.name)

@@ -15,9 +15,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, with_gpus
 from sft_play.parts import Sharing
 from sft_play.plan import Device
-from sft_play.planning.batch import batch_for
-from sft_play.planning.devices import machines_of, memory_device, training_device
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.budget import machines_of, memory_device, training_device
+from sft_play.planning.candidates.batch import batch_for
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.budget import DeviceBudget
 

@@ -115,7 +115,7 @@ class Communication(Reason):
 
     processes: int
     measured: bool
-    links: tuple[float, ...]  # bytes a second by the data sheet, as `planning.speed.links_of`
+    links: tuple[float, ...]  # bytes a second by the data sheet, as `planning.speed.devices.links_of`
     measured_later: bool  # by the first run
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Communication(Reason):
 
 
 def link_text(links: Sequence[float]) -> str:
-    """Speeds of links (`planning.speed.links_of`) in words."""
+    """Speeds of links (`planning.speed.devices.links_of`) in words."""
     places = ("between devices",) if len(links) == 1 else ("inside a machine", "between machines")
     return ", ".join(f"{link / 1e9:g} GB/s {place}" for link, place in zip(links, places, strict=True))
 

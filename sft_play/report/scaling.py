@@ -37,7 +37,7 @@ def scaling_table(rows: Sequence[Row], unit: str, here: int | None = None) -> Ta
     """A row for each number of GPUs or processes (`process_unit`) that can be.
 
     Args:
-        rows: of `planning.other_machines.scaling`.
+        rows: of `planning.answers.other_machines.scaling`.
         unit: what is counted.
         here: the number of this run, whose row says so.
     """

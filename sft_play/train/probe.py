@@ -25,7 +25,7 @@ from sft_play.job import Job
 from sft_play.model.loss_head import token_loss
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
-from sft_play.planning.devices import training_device
+from sft_play.planning.budget import training_device
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.phase_meter import PhaseMeter

@@ -19,8 +19,14 @@ from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.build import local_device
 from sft_play.plan import Plan
-from sft_play.planning.profile import Curve
-from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
+from sft_play.planning.speed.devices import (
+    SIZES,
+    Collectives,
+    device_name,
+    read_collectives,
+    write_collectives,
+)
+from sft_play.planning.speed.profile import Curve
 from sft_play.ui.console import console, warn
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration

@@ -12,7 +12,7 @@ from sft_play.data.store import column_of, count_supervised
 from sft_play.data.tokens import IGNORED
 from sft_play.job import Job
 from sft_play.plan import Plan
-from sft_play.planning.batch import evaluation_batches
+from sft_play.planning.candidates.batch import evaluation_batches
 
 
 @dataclass(frozen=True)

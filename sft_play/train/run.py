@@ -18,7 +18,7 @@ from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.model.architecture import class_to_name
-from sft_play.planning.measured_speed import Timing
+from sft_play.planning.speed.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
 from sft_play.train.callbacks import RamWatch

@@ -28,8 +28,8 @@ from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
-from sft_play.planning.batch import nearest_multiples
-from sft_play.planning.speed import peak_flops
+from sft_play.planning.candidates.batch import nearest_multiples
+from sft_play.planning.speed.devices import peak_flops
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, RamWatch, Reporter

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
 from sft_play.plan import Plan
-from sft_play.planning.devices import training_device
-from sft_play.planning.measured_speed import Timing, read_speed, speed_path, write_times
-from sft_play.planning.speed import profile_of
+from sft_play.planning.budget import training_device
+from sft_play.planning.speed.devices import profile_of
+from sft_play.planning.speed.measured_speed import Timing, read_speed, speed_path, write_times
 from sft_play.report.memory import probe_line
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult

@@ -17,10 +17,10 @@ from sft_play.errors import DoesNotFitError
 from sft_play.job import prepare_job
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.measured_speed import Timing, read_speed
 from sft_play.planning.planner import every, fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.runlog import read_json
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.budget import LEAST_BYTES

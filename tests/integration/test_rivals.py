@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.launch import accelerate
 from sft_play.machine.gpus import detect
-from sft_play.planning.speed import device_name, read_collectives
+from sft_play.planning.speed.devices import device_name, read_collectives
 from sft_play.runlog import RunDir, read_json
 from tests.conftest import REPOSITORY
 from tests.integration.cli import make_workspace, sft

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from sft_play.engines import registry
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.machine.gpus import what_if
-from sft_play.planning.facts import DataFacts
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.runlog import RunDir
 from sft_play.sizing.architecture import Architecture
 from sft_play.train.run import train

@@ -29,7 +29,7 @@ FLOORS = [
     ["data.prepare", "report"],
     ["data.show"],
     ["sizing.product_scratch", "sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
-    ["planning.batch", "planning.savings", "planning.spare", "planning.drafts", "planning.mixes", "planning.search", "planning.profile", "planning.tiles"],
+    ["planning.candidates.batch", "planning.candidates.drafts", "planning.candidates.tiles", "planning.search", "planning.speed.profile"],
     ["launch"],
     ["studio"],
     ["engines.stored"],

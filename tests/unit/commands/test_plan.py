@@ -13,8 +13,8 @@ from sft_play.machine import gpus
 from sft_play.machine.catalogue import find_specs
 from sft_play.model import published
 from sft_play.model.load import planning_config
-from sft_play.planning import other_machines
-from sft_play.planning.other_machines import COMMON_GPUS, MODES
+from sft_play.planning.answers import other_machines
+from sft_play.planning.answers.other_machines import COMMON_GPUS, MODES
 from sft_play.report.plan import gpus_report
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen

@@ -9,9 +9,9 @@ import pytest
 from sft_play.cli import parse
 from sft_play.commands.plan import plan_command
 from sft_play.machine.gpus import detect
-from sft_play.planning.devices import training_threads
-from sft_play.planning.profile import derived_from_data_sheet
-from sft_play.planning.speed import device_name, write_profile
+from sft_play.planning.budget import training_threads
+from sft_play.planning.speed.devices import device_name, write_profile
+from sft_play.planning.speed.profile import derived_from_data_sheet
 from tests.unit.test_floors import HEAVY
 
 SECOND = """\

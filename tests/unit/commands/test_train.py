@@ -53,7 +53,7 @@ def test_a_run_of_several_processes_ends_without_plans_for_others_which_its_repo
     resolved, monkeypatch, capfd
 ):
     made = []
-    monkeypatch.setattr("sft_play.planning.candidates.describe", made.append)
+    monkeypatch.setattr("sft_play.planning.allowed.describe", made.append)
     with opened_job(resolved(generate=False), 2) as job:
         begin_run(job)
         job.run.adapter.mkdir()

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.host import missing_packages
 from sft_play.plan import Device
-from sft_play.planning.drafts import require_possible
+from sft_play.planning.candidates.drafts import require_possible
 from sft_play.spelling import BY_MAKE
 
 CPU, GPU = Device(kind="cpu", name="the CPU", bf16=True), Device(kind="cuda", name="an H100", bf16=True)

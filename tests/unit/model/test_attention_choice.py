@@ -25,7 +25,7 @@ from sft_play.errors import ConfigError
 from sft_play.model import attention
 from sft_play.model.attention_choice import choose_attention, why_rows_mix
 from sft_play.model.attention_table import ATTENTIONS
-from sft_play.planning.sequence import why_padded
+from sft_play.planning.candidates.sequence import why_padded
 from sft_play.reasons.method import Padded
 
 

@@ -13,11 +13,11 @@ from sft_play.commands.plan import plan_command
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import what_if
-from sft_play.planning import other_machines
-from sft_play.planning.advice import Change, advise, as_overrides, plan_or_advise
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.answers import other_machines
+from sft_play.planning.answers.advice import Change, advise, as_overrides, plan_or_advise
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from sft_play.spelling import BY_MAKE
 from sft_play.units import GIB, format_bytes
@@ -81,7 +81,7 @@ def test_a_hopeless_run_says_so(monkeypatch):
 
 def engine_only(monkeypatch) -> int:
     """One GPU, and no more to be had."""
-    monkeypatch.setattr("sft_play.planning.advice._more_gpus", lambda request: [])
+    monkeypatch.setattr("sft_play.planning.answers.advice._more_gpus", lambda request: [])
     return 1
 
 

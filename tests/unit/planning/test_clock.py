@@ -9,11 +9,11 @@ from benchmarks.small_models import small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
-from sft_play.planning.clock import plan_clock, step_seconds
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
 from sft_play.planning.request import Request
-from sft_play.planning.speed import host_link
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.clock import plan_clock, step_seconds
+from sft_play.planning.speed.devices import host_link
+from sft_play.planning.speed.profile import MicroBatch, derived_from_data_sheet
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import PaddedRows

@@ -8,9 +8,9 @@ import pytest
 from sft_play.engines.base import Message
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
-from sft_play.planning.clock import sent_bytes
-from sft_play.planning.profile import Curve
-from sft_play.planning.speed import Collectives, read_collectives, write_collectives
+from sft_play.planning.speed.clock import sent_bytes
+from sft_play.planning.speed.devices import Collectives, read_collectives, write_collectives
+from sft_play.planning.speed.profile import Curve
 from sft_play.units import GIB, MIB
 from sft_play.work import ALL_GATHER, ALL_REDUCE, BYTES, PRODUCT, REDUCE_SCATTER
 from tests.plans import plan_with

@@ -11,10 +11,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Device, Plan
-from sft_play.planning.compiled import require_compiler
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.candidates.compiled import require_compiler
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 
 ROWS = DataFacts.full_rows(64, 0)

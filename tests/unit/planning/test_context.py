@@ -6,12 +6,12 @@ from transformers import LlamaConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import what_if
-from sft_play.planning import context
-from sft_play.planning.candidates import candidates
-from sft_play.planning.context import GRAIN, LongestRow, longest_multiple, longest_row, longest_rows
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import candidates
+from sft_play.planning.answers import context
+from sft_play.planning.answers.context import GRAIN, LongestRow, longest_multiple, longest_row, longest_rows
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
 

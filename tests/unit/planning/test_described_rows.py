@@ -5,7 +5,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.planning.described_rows import DescribedRows, Lengths, described_facts, described_rows
+from sft_play.planning.rows.described_rows import DescribedRows, Lengths, described_facts, described_rows
 
 
 def config(overlong: str = "drop", packing: bool = False, **model) -> RunConfig:

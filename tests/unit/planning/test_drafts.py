@@ -7,9 +7,9 @@ from sft_play.config.parallel import ParallelConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
-from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
-from sft_play.planning.drafts import choose_precision, draft_plans, require_possible
-from sft_play.planning.search import choose_plan
+from sft_play.planning.candidates.batch import batch_choices, count_steps, scaled_learning_rate
+from sft_play.planning.candidates.drafts import choose_precision, draft_plans, require_possible
+from sft_play.planning.search.choice import choose_plan
 
 CPU = Device(kind="cpu", name="the CPU", bf16=True)
 AMPERE = Device(kind="cuda", name="NVIDIA A100", bf16=True)

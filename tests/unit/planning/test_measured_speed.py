@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.planning.measured_speed import (
+from sft_play.planning.speed.measured_speed import (
     HALF_LIFE_S,
     MeasuredSpeed,
     Timing,
@@ -15,7 +15,7 @@ from sft_play.planning.measured_speed import (
     speeds_of,
     write_times,
 )
-from sft_play.planning.profile import derived_from_data_sheet
+from sft_play.planning.speed.profile import derived_from_data_sheet
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sft_play.planning.measurement import GRID_S, LARGE_SIDE, measured_products
-from sft_play.planning.profile import SIDES, STRETCHES, Curve, ProductGrid, product_seconds
+from sft_play.planning.speed.measurement import GRID_S, LARGE_SIDE, measured_products
+from sft_play.planning.speed.profile import SIDES, STRETCHES, Curve, ProductGrid, product_seconds
 
 # An H200's, measured: products of 8,192 cubed in bf16, and a multiplication of 64 MiB of numbers
 RATE, STREAM, LAUNCH_S = 780e12, 3.6e12, 5e-6

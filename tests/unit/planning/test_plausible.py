@@ -7,9 +7,9 @@ import pytest
 
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
-from sft_play.planning import speed
-from sft_play.planning.plausible import believed
-from sft_play.planning.profile import Curve, DeviceProfile, derived_from_data_sheet
+from sft_play.planning.speed import devices
+from sft_play.planning.speed.plausible import believed
+from sft_play.planning.speed.profile import Curve, DeviceProfile, derived_from_data_sheet
 
 SHEET = derived_from_data_sheet("H200", "cuda", 989e12, 4.8e12)
 HOST = Host(
@@ -77,11 +77,11 @@ def test_fewer_sizes_are_compared_where_they_were_measured():
 def test_plans_do_not_count_on_a_lie(machine, processes, tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    name, threads = speed.device_name(machine), None if machine.gpus else 2 // processes
-    sheet = speed.derived_profile(machine, 1 if machine.gpus else processes)
+    name, threads = devices.device_name(machine), None if machine.gpus else 2 // processes
+    sheet = devices.derived_profile(machine, 1 if machine.gpus else processes)
     lie = replace(slower(sheet, 1000.0, "products", "elementwise"), threads=threads)
-    speed.write_profile(name, threads, lie)
-    found = speed.profile_of(machine, processes)
+    devices.write_profile(name, threads, lie)
+    found = devices.profile_of(machine, processes)
     assert found.products["float32"] == sheet.products["float32"] and found.elementwise == sheet.elementwise
     assert "1,000 times too slow" in found.source
-    assert speed.checked(lie, machine) == found  # as printed
+    assert devices.checked(lie, machine) == found  # as printed

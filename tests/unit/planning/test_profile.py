@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sft_play.planning.profile import (
+from sft_play.planning.speed.profile import (
     Curve,
     DeviceProfile,
     MicroBatch,

@@ -8,11 +8,11 @@ from transformers import LlamaConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
-from sft_play.planning.devices import training_device
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.answers.resumed import earlier_plan, resumed_plan
+from sft_play.planning.budget import training_device
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.resumed import earlier_plan, resumed_plan
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.corrections import record_path, write_ran_out
 from tests.plans import plan_with

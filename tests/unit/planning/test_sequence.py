@@ -9,10 +9,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import Host
-from sft_play.planning.candidates import allowed_plans
-from sft_play.planning.clock import sent_bytes, sequence_messages
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.clock import sent_bytes, sequence_messages
 from sft_play.reasons.choices import EffectiveBatch
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces

@@ -16,9 +16,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.plan import EARLIER
-from sft_play.planning import measurement, speed
 from sft_play.planning.explain import profile_reasons
-from sft_play.planning.profile import Curve, derived_from_data_sheet
+from sft_play.planning.speed import devices, measurement
+from sft_play.planning.speed.profile import Curve, derived_from_data_sheet
 from sft_play.reasons.evidence import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
 
 HOST = Host(
@@ -44,11 +44,11 @@ def made(name, threads=None):
 def test_the_second_time_the_cache_answers(monkeypatch):
     calls = []
     monkeypatch.setattr(measurement, "measure", lambda *args, **_: calls.append(args) or made(*args))
-    first, second = (speed.saved_profile(CPU, 1) for _ in range(2))
+    first, second = (devices.saved_profile(CPU, 1) for _ in range(2))
     assert first == second and calls == [("Some CPU @ 2 GHz", 2)]
-    assert speed.profile_of(CPU, 1) == first
-    speed.saved_profile(CPU, 2)  # other threads are another device
-    speed.saved_profile(CPU, 1, again=True)
+    assert devices.profile_of(CPU, 1) == first
+    devices.saved_profile(CPU, 2)  # other threads are another device
+    devices.saved_profile(CPU, 1, again=True)
     assert len(calls) == 3
 
 
@@ -58,26 +58,26 @@ def test_what_was_measured_on_a_busy_machine_counts_in_no_plan_and_is_measured_a
     shares, percent = iter([0.4, 0.0]), 60.0
     monkeypatch.setattr(measurement, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
-    assumed, busy = speed.derived_profile(CPU, 1), OnlyWhileBusy("Some CPU @ 2 GHz")
+    assumed, busy = devices.derived_profile(CPU, 1), OnlyWhileBusy("Some CPU @ 2 GHz")
     for _ in range(2):  # the second time it is still busy
-        assert speed.saved_profile(CPU, 1).busy == 0.4
-        assert speed.profile_of(CPU, 1) == assumed
-        assert speed.profile_of(CPU, 2) == speed.derived_profile(CPU, 2)  # nor is it shared by processes
+        assert devices.saved_profile(CPU, 1).busy == 0.4
+        assert devices.profile_of(CPU, 1) == assumed
+        assert devices.profile_of(CPU, 2) == devices.derived_profile(CPU, 2)  # nor is it shared by processes
         assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "assumed, not measured"), busy]
         assert profile_reasons(CPU, 1, EARLIER) == [SecondsOfEarlierRun(), busy]
         assert busy in profile_reasons(CPU, 2)
     percent = 2.0
-    assert speed.saved_profile(CPU, 1).busy == 0.0
-    assert speed.profile_of(CPU, 1) == speed.read_profile("Some CPU @ 2 GHz", 2) != assumed
+    assert devices.saved_profile(CPU, 1).busy == 0.0
+    assert devices.profile_of(CPU, 1) == devices.read_profile("Some CPU @ 2 GHz", 2) != assumed
     assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "measured")]
     assert busy not in profile_reasons(CPU, 2)
 
 
 def test_a_gpu_of_unknown_speed_that_was_measured_while_busy_has_no_seconds_and_the_plan_says_why():
     unknown = replace(H100S, gpus=(replace(H100S.gpus[0], tflops=None),))
-    name = speed.device_name(unknown)
-    speed.write_profile(name, None, replace(made(name), busy=0.4))
-    assert speed.profile_of(unknown, 1) is None
+    name = devices.device_name(unknown)
+    devices.write_profile(name, None, replace(made(name), busy=0.4))
+    assert devices.profile_of(unknown, 1) is None
     assert profile_reasons(unknown, 1) == [OnlyWhileBusy(name)]
 
 
@@ -88,7 +88,7 @@ def test_a_program_beside_the_measurement_is_noticed():
         psutil.cpu_percent()
         began = measurement.now()
         time.sleep(0.5)
-        assert measurement.used_by_others(began) > speed.BUSY
+        assert measurement.used_by_others(began) > devices.BUSY
     finally:
         for each in other:
             each.kill()
@@ -117,22 +117,22 @@ def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes
     monkeypatch.setattr(measurement, "measure", measure)
     monkeypatch.setattr(measurement, "measured_products", lambda *_: grid)
     monkeypatch.setattr(measurement, "POOL_BYTES", {"cpu": 1 << 20})
-    speed.ensure_profile(run("auto"), CPU, 1)
-    first = speed.profile_of(CPU, 1)
+    devices.ensure_profile(run("auto"), CPU, 1)
+    first = devices.profile_of(CPU, 1)
     monkeypatch.setattr(measurement, "used_by_others", lambda began: busy)
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval=None: 100 * busy)
-    speed.ensure_profile(run("bf16"), CPU, 1)
+    devices.ensure_profile(run("bf16"), CPU, 1)
     whole = replace(first, products={**first.products, "bfloat16": grid})
     assert set(first.products) == {"float32"}
-    assert speed.profile_of(CPU, 1) == (speed.derived_profile(CPU, 1) if busy else whole)
+    assert devices.profile_of(CPU, 1) == (devices.derived_profile(CPU, 1) if busy else whole)
 
 
 def test_what_was_not_measured_for_several_processes_comes_from_one():
     name, whole = "Some CPU @ 2 GHz", made("Some CPU @ 2 GHz", 2)
     own = without_sixteen_bit(made(name, 1))
     for profile in (whole, own):
-        speed.write_profile(name, profile.threads, profile)
-    found = speed.profile_of(CPU, 2).products
+        devices.write_profile(name, profile.threads, profile)
+    found = devices.profile_of(CPU, 2).products
     assert found == own.products | {
         kind: whole.shared_by(2).products[kind] for kind in ("bfloat16", "float16")
     }
@@ -141,72 +141,72 @@ def test_what_was_not_measured_for_several_processes_comes_from_one():
 def test_processes_with_less_than_a_core_each_are_slower_by_as_much():
     name = "Some CPU @ 2 GHz"
     own = made(name, 1)
-    speed.write_profile(name, 1, own)
+    devices.write_profile(name, 1, own)
     host = replace(CPU.host, cpu_cores=2)
-    two, four = (speed.profile_of(replace(CPU, host=host), count) for count in (2, 4))
+    two, four = (devices.profile_of(replace(CPU, host=host), count) for count in (2, 4))
     assert two == own
     assert four.step_s == 2 * own.step_s and four.call_forward_s == 2 * own.call_forward_s
     assert four.products["float32"].seconds == tuple(2 * each for each in own.products["float32"].seconds)
 
 
 def test_without_a_measurement_the_data_sheet_counts_and_says_so():
-    found = speed.profile_of(CPU, 1)
+    found = devices.profile_of(CPU, 1)
     assert not found.measured and "not measured" in found.source
     unknown = replace(H100S.gpus[0], tflops=None)
-    assert speed.profile_of(replace(CPU, gpus=(unknown,)), 1) is None
+    assert devices.profile_of(replace(CPU, gpus=(unknown,)), 1) is None
 
 
 def test_what_others_have_measured_counts_before_the_data_sheet():
     sheet, seen = (
-        speed.derived_profile(replace(H100S, gpus=(gpu,)), 1)
+        devices.derived_profile(replace(H100S, gpus=(gpu,)), 1)
         for gpu in (replace(H100S.gpus[0], matmul_tflops=None), replace(H100S.gpus[0], matmul_tflops=800))
     )
     large = np.array([8192])
     rates = [2 * 8192**3 / found.products["bfloat16"].at(large, large, large)[0] for found in (sheet, seen)]
     assert rates == pytest.approx([0.7 * 989.5e12, 0.9 * 800e12], rel=0.01)
-    assert speed.peak_flops(H100S) == 989.5e12 and speed.peak_flops(CPU) is None
+    assert devices.peak_flops(H100S) == 989.5e12 and devices.peak_flops(CPU) is None
 
 
 def test_processes_share_what_was_measured_for_one():
     whole = made("Some CPU @ 2 GHz", 2)
-    speed.write_profile("Some CPU @ 2 GHz", 2, whole)
-    assert speed.profile_of(CPU, 2) == whole.shared_by(2)
+    devices.write_profile("Some CPU @ 2 GHz", 2, whole)
+    assert devices.profile_of(CPU, 2) == whole.shared_by(2)
 
 
 def measured(seconds):
     curve = Curve((1e4, 1e6), (seconds, seconds))
-    return speed.Collectives(curve, curve, curve)
+    return devices.Collectives(curve, curve, curve)
 
 
 def test_communication_is_as_measured_for_that_many_processes_else_as_the_data_sheet_says(monkeypatch):
-    assert speed.collectives_of(CPU, 2) is None
-    assert not speed.collectives_of(H100S, 2).measured
-    for name in (speed.device_name(CPU), speed.device_name(H100S)):
-        speed.write_collectives(name, 4, measured(0.4))
-        speed.write_collectives(name, 2, measured(0.2))
-    assert speed.collectives_of(H100S, 2) == measured(0.2) == speed.collectives_of(CPU, 2)
-    assert speed.collectives_of(CPU, 4) == measured(0.4)
-    assert speed.collectives_of(CPU, 8) is None and speed.collectives_of(H100S, 1) is None
-    assert not speed.collectives_of(H100S, 8).measured and not speed.collectives_of(IMAGINED, 2).measured
-    assert speed.read_collectives(speed.device_name(CPU)) == {2: measured(0.2), 4: measured(0.4)}
+    assert devices.collectives_of(CPU, 2) is None
+    assert not devices.collectives_of(H100S, 2).measured
+    for name in (devices.device_name(CPU), devices.device_name(H100S)):
+        devices.write_collectives(name, 4, measured(0.4))
+        devices.write_collectives(name, 2, measured(0.2))
+    assert devices.collectives_of(H100S, 2) == measured(0.2) == devices.collectives_of(CPU, 2)
+    assert devices.collectives_of(CPU, 4) == measured(0.4)
+    assert devices.collectives_of(CPU, 8) is None and devices.collectives_of(H100S, 1) is None
+    assert not devices.collectives_of(H100S, 8).measured and not devices.collectives_of(IMAGINED, 2).measured
+    assert devices.read_collectives(devices.device_name(CPU)) == {2: measured(0.2), 4: measured(0.4)}
     monkeypatch.setattr(measurement, "measure", lambda *args, **_: made(*args))
-    speed.saved_profile(CPU, 1, again=True)
-    assert speed.read_collectives(speed.device_name(CPU)) == {}
+    devices.saved_profile(CPU, 1, again=True)
+    assert devices.read_collectives(devices.device_name(CPU)) == {}
 
 
 @pytest.mark.parametrize("text", ["{", '{"2": 1}'])
 def test_damaged_measurements_are_none(text):
-    for path in (speed.collectives_path("x"), speed.profile_path("x", 1)):
+    for path in (devices.collectives_path("x"), devices.profile_path("x", 1)):
         path.parent.mkdir()
         path.write_text(text)
-    assert speed.read_collectives("x") == {} and speed.read_profile("x", 1) is None
+    assert devices.read_collectives("x") == {} and devices.read_profile("x", 1) is None
 
 
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
     alone, pair = profile_reasons(CPU, 1), profile_reasons(CPU, 2)
     assert len(alone) == 1
     assert pair[1] == Communication(2, measured=False, links=(), measured_later=True)
-    speed.write_collectives(speed.device_name(CPU), 2, measured(0.2))
+    devices.write_collectives(devices.device_name(CPU), 2, measured(0.2))
     assert profile_reasons(CPU, 2)[1].measured
     sheet = profile_reasons(what_if("H100 80GB", 8), 8)[1]
     assert sheet.links[0] > 1e9 and not sheet.measured and not sheet.measured_later

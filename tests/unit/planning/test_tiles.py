@@ -7,17 +7,17 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory, Plan
-from sft_play.planning.candidates import allowed_plans
-from sft_play.planning.drafts import draft_plans, leanest
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import allowed_plans
+from sft_play.planning.candidates.drafts import draft_plans, leanest
+from sft_play.planning.candidates.tiles import may_tile, with_tiles
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.search import choose_plan
-from sft_play.planning.tiles import may_tile, with_tiles
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.search.choice import choose_plan
 from sft_play.reasons.choices import Tiles
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import GIB
-from tests.unit.planning.test_search import GPU, clock, config
+from tests.unit.planning.test_choice import GPU, clock, config
 
 ROW = 8192
 

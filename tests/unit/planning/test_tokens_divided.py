@@ -12,13 +12,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.gpus import what_if
-from sft_play.planning import advice, other_machines, planner
-from sft_play.planning.advice import Change, advise, plan_or_advise
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.other_machines import plans_by_mode
+from sft_play.planning import planner
+from sft_play.planning.answers import advice, other_machines
+from sft_play.planning.answers.advice import Change, advise, plan_or_advise
+from sft_play.planning.answers.other_machines import plans_by_mode
+from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.sequence import group_sizes
+from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.architecture import Architecture
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN

@@ -9,7 +9,7 @@ from torch import distributed
 from sft_play.config.schema import RunConfig
 from sft_play.launch.ranks import SINGLE_PROCESS
 from sft_play.machine.gpus import detect
-from sft_play.planning.speed import device_name, read_collectives
+from sft_play.planning.speed.devices import device_name, read_collectives
 from sft_play.train import ranks
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN

@@ -12,7 +12,7 @@ from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
 from sft_play.parts import Batch, Precision, Rows, Schedule, Sharing, ways
 from sft_play.plan import Device, Plan
-from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
+from sft_play.planning.candidates.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
 from sft_play.reasons import method
 from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST

@@ -11,12 +11,12 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.methods import lighter_modes
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Plan
-from sft_play.planning.candidates import leanest_memories
-from sft_play.planning.drafts import choose_precision
-from sft_play.planning.other_machines import fewest_gpus
+from sft_play.planning.allowed import leanest_memories
+from sft_play.planning.answers.other_machines import fewest_gpus
+from sft_play.planning.candidates.drafts import choose_precision
+from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request, Settings
-from sft_play.planning.sequence import group_sizes
 from sft_play.report.layout import training_command
 from sft_play.report.misfit import advice_text
 

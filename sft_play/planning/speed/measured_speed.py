@@ -19,7 +19,7 @@ from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.parts import Activations, Sharing, flat
 from sft_play.plan import EARLIER, PROFILED, Clock, Plan
-from sft_play.planning.profile import DeviceProfile
+from sft_play.planning.speed.profile import DeviceProfile
 from sft_play.sizing.corrections import record_path
 
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast

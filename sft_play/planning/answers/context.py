@@ -12,12 +12,12 @@ from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.planning.candidates import candidates, estimator_of
-from sft_play.planning.drafts import leanest
-from sft_play.planning.facts import DataFacts
+from sft_play.planning.allowed import candidates, estimator_of
+from sft_play.planning.candidates.drafts import leanest
+from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.sequence import group_sizes
+from sft_play.planning.rows.facts import DataFacts
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
 BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before

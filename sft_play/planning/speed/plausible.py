@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft_play.planning.profile import Curve, DeviceProfile
+from sft_play.planning.speed.profile import Curve, DeviceProfile
 
 # Measured seconds over those derived from the data sheet. Products at a tenth of its peak are too slow, and
 # at a quarter above it too fast; the derived ones run at 0.7 of the peak.

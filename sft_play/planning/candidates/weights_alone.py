@@ -12,7 +12,7 @@ from sft_play.sizing.step import StepSpec
 from sft_play.units import BYTES_PER_ELEMENT
 
 
-def within_reach(
+def not_too_large(
     config: RunConfig, architecture: Architecture, drafts: Sequence[Plan], budget_bytes: int
 ) -> tuple[list[Plan], list[Reason]]:
     """The drafts that may fit a process's budget, and why the others are left out.

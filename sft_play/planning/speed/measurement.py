@@ -22,7 +22,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.model import attention
-from sft_play.planning.profile import (
+from sft_play.planning.speed.profile import (
     BUSY,
     LENGTHS,
     PACKAGES,

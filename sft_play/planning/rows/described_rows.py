@@ -8,7 +8,7 @@ import numpy as np
 from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError
-from sft_play.planning.facts import DataFacts, RowSizes
+from sft_play.planning.rows.facts import DataFacts, RowSizes
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
 NORMAL_P95 = 1.6448536269514722  # the 95th percentile of the standard normal distribution

@@ -5,13 +5,13 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
-from sft_play.planning.candidates import allowed_plans, estimator_of
-from sft_play.planning.drafts import leanest
-from sft_play.planning.reach import within_reach
+from sft_play.planning.allowed import allowed_plans, estimator_of
+from sft_play.planning.candidates.drafts import leanest
+from sft_play.planning.candidates.weights_alone import not_too_large
 from sft_play.planning.request import Request
 from sft_play.reasons.choices import WeightsAlone
 from sft_play.sizing.architecture import Architecture
-from tests.unit.planning.test_run import FACTS
+from tests.unit.planning.test_planner import FACTS
 
 MODEL = Architecture.of(small_config("llama", WIDE))
 MACHINE = what_if("RTX 4090", 16)
@@ -45,16 +45,16 @@ def test_what_is_left_out_would_not_have_fit(mode):
     estimate = estimator_of(request(config))
     for plan in drafts(config):
         held = min(terms["weights"] for terms in estimate(config, plan).phase_terms.values())
-        kept, why = within_reach(config, MODEL, [plan, *drafts(run(mode, "deepspeed_z3"))], held)
+        kept, why = not_too_large(config, MODEL, [plan, *drafts(run(mode, "deepspeed_z3"))], held)
         assert plan in kept and not why
 
 
 def test_those_that_hold_least_stay_whatever_the_budget():
     every = drafts(run("full"))
     assert len({(plan.sharing.engine, plan.sharing.replicas) for plan in every}) == 4
-    kept, why = within_reach(run("full"), MODEL, every, 0)
+    kept, why = not_too_large(run("full"), MODEL, every, 0)
     assert {(plan.sharing.engine, plan.sharing.replicas) for plan in kept} == {("fsdp2", 1)}
     assert [type(reason) for reason in why] == [WeightsAlone]
     assert why[0].engines == "DDP, ZeRO-2, FSDP2 hybrid"
     asked = drafts(run("full", "ddp"))
-    assert within_reach(run("full", "ddp"), MODEL, asked, 0) == (asked, [])
+    assert not_too_large(run("full", "ddp"), MODEL, asked, 0) == (asked, [])

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from sft_play.plan import Memory, Plan
-from sft_play.planning.mixes import mixes
+from sft_play.planning.search.partly_recomputed import partly_recomputed
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
@@ -28,7 +28,7 @@ def most_kept(bytes_of_layers: list[int], budget: int, below: float = 2.0) -> tu
         return 1 + plan.activations.recomputes - plan.activations.kept_layers / 1000
 
     start = replace(RECOMPUTING, memory=memory_of(RECOMPUTING))
-    found = mixes([start], len(bytes_of_layers), memory_of, seconds_of, below=below, by=0.99)
+    found = partly_recomputed([start], len(bytes_of_layers), memory_of, seconds_of, below=below, by=0.99)
     return (found[0].activations.kept_layers if found else 0), len(asked) - 1
 
 

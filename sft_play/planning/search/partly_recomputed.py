@@ -16,7 +16,7 @@ MemoryOf = Callable[[Plan], Memory]
 SecondsOf = Callable[[Plan], float | None]
 
 
-def mixes(
+def partly_recomputed(
     recomputing: Sequence[Plan],
     layers: int,
     memory_of: MemoryOf,

@@ -1,8 +1,8 @@
 """How fast the devices of a machine are: as measured before, else as their data sheet says.
 
-What operations cost is measured once per device (`planning/measurement.py`), what communication costs by the
-ranks of the first run of several processes (`train/ranks.py`). Units: seconds, bytes of the whole tensor that
-is reduced or gathered.
+What operations cost is measured once per device (`measurement.py`), what communication costs by the ranks of
+the first run of several processes (`train/ranks.py`). Units: seconds, bytes of the whole tensor that is
+reduced or gathered.
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import LARGEST_MACHINE, link_speed
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.machine.process import importing_libraries
-from sft_play.planning.devices import training_device, training_threads
-from sft_play.planning.drafts import choose_precision
-from sft_play.planning.plausible import believed
-from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
+from sft_play.planning.budget import training_device, training_threads
+from sft_play.planning.candidates.drafts import choose_precision
+from sft_play.planning.speed.plausible import believed
+from sft_play.planning.speed.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
 from sft_play.ui.console import warn
 from sft_play.ui.progress import spinner
 
@@ -151,7 +151,7 @@ def saved_profile(
     if found is not None and (BF16 in found.products or not sixteen_bit):
         return found
     with importing_libraries():
-        from sft_play.planning import measurement
+        from sft_play.planning.speed import measurement
 
     with spinner("measuring what operations cost here, once"):
         if found is not None:

@@ -8,13 +8,13 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Estimator, Memory, Plan
-from sft_play.planning.clock import batches_of
-from sft_play.planning.compiled import require_compilable, require_compiler
-from sft_play.planning.drafts import choose_precision, draft_plans, leanest
+from sft_play.planning.candidates.compiled import require_compilable, require_compiler
+from sft_play.planning.candidates.drafts import choose_precision, draft_plans, leanest
+from sft_play.planning.candidates.sequence import require_divisible, why_padded
+from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
 from sft_play.planning.request import Request
-from sft_play.planning.sequence import require_divisible, why_padded
-from sft_play.planning.speed import host_link
-from sft_play.planning.tiles import may_tile, untiled, with_tiles
+from sft_play.planning.speed.clock import batches_of
+from sft_play.planning.speed.devices import host_link
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.model import float8
 from sft_play.model.attention_table import NAME
 from sft_play.plan import Device, Plan
-from sft_play.planning.drafts import choose_precision
+from sft_play.planning.candidates.drafts import choose_precision
 from sft_play.reasons.method import CompiledLayers, Unproven
 from sft_play.reasons.reason import Reason
 from sft_play.sizing.architecture import Architecture

@@ -8,8 +8,8 @@ from sft_play.config.parallel import ParallelConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
-from sft_play.planning.drafts import draft_plans
-from sft_play.planning.search import choose_plan
+from sft_play.planning.candidates.drafts import draft_plans
+from sft_play.planning.search.choice import choose_plan
 from sft_play.reasons.choices import (
     Activations,
     EngineChoice,

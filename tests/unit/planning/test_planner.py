@@ -15,15 +15,15 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.plan import Plan
-from sft_play.planning.batch import BatchSplit
-from sft_play.planning.candidates import allowed_plans
-from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.measured_speed import Timing, speed_path, write_times
-from sft_play.planning.other_machines import scaling
+from sft_play.planning.allowed import allowed_plans
+from sft_play.planning.answers.other_machines import scaling
+from sft_play.planning.budget import memory_device, memory_of_a_process, training_device
+from sft_play.planning.candidates.batch import BatchSplit
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.planning.speed import profile_of
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.devices import profile_of
+from sft_play.planning.speed.measured_speed import Timing, speed_path, write_times
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture

@@ -39,11 +39,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.parts import RECOMPUTED, flat
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.drafts import by_offload
-from sft_play.planning.mixes import mixes
-from sft_play.planning.savings import master_weights, states_on_disk
-from sft_play.planning.spare import at_worst, with_less_sent
-from sft_play.planning.tiles import why_tiled, worth_sizing
+from sft_play.planning.candidates.drafts import by_offload
+from sft_play.planning.candidates.tiles import why_tiled, worth_sizing
+from sft_play.planning.search.costs import master_weights, states_on_disk
+from sft_play.planning.search.less_sent import at_worst, with_less_sent
+from sft_play.planning.search.partly_recomputed import partly_recomputed
 from sft_play.reasons.choices import (
     Activations,
     Dealing,
@@ -129,7 +129,7 @@ def choose_plan(
     if explain and not any(map(_recomputing, sized)):
         recomputing = [one for one in drafts if one.activations == RECOMPUTED and _recomputes(one, chosen)]
         sized += [replace(one, memory=memory_of(one)) for one in recomputing]
-    alternatives = _alternative_rows(chosen, sized, seconds_of)
+    alternatives = _alternatives(chosen, sized, seconds_of)
     why = [*_reasons(config, chosen, sized, seconds_of, layers), *gathered]
     if explain:
         why += [*master_weights(config, chosen, estimate), *states_on_disk(config, chosen, estimate)]
@@ -194,7 +194,7 @@ def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: Seco
     best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
     recomputing = [plan for plan in fitting if plan.activations == RECOMPUTED]
     needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
-    return mixes(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
+    return partly_recomputed(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
 
 
 def _recomputes(one: Plan, other: Plan) -> bool:
@@ -353,42 +353,46 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
     return [reason]
 
 
-def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:
+def _alternatives(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:
     """Other plans for the report: all that were sized of the chosen kind, and the best of each other kind.
 
     A kind is an engine with or without checkpointing.
     """
     base = seconds_of(chosen)
-    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[Plan, float | None]]] = {}
     for plan in sized:
         if (*_row_kind(plan), _size(plan)) == (*_row_kind(chosen), _size(chosen)):
             continue
-        assert plan.memory
         time = seconds_of(plan)
         speed = base / time if base and time else None
         if speed and _recomputes(plan, chosen):  # a measured time beside a predicted one may say otherwise
             speed = min(speed, 1.0)
-        row = {
-            "micro_batch_size": plan.batch.micro,
-            "gradient_accumulation_steps": plan.batch.accumulation,
-            "gradient_checkpointing": plan.activations.recomputes,
-            **flat(plan.activations),
-            "engine": plan.sharing.engine,
-            "replicas": plan.sharing.replicas,
-            "offload": plan.sharing.offload,
-            "peak_bytes": plan.memory.peak_bytes,
-            "process_bytes": plan.memory.process_bytes,
-            "fits": plan.memory.fits,
-            "ran_out": plan.memory.ran_out,
-            "relative_speed": speed,
-        }
-        kinds.setdefault(_row_kind(plan), []).append(row)
-    rows: list[dict[str, Any]] = []
+        kinds.setdefault(_row_kind(plan), []).append((plan, speed))
+    others: list[tuple[Plan, float | None]] = []
     for kind, found in kinds.items():
-        rows += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
-    return tuple(sorted(rows, key=_preference))
+        others += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
+    return tuple(_to_json(plan, speed) for plan, speed in sorted(others, key=_preference))
 
 
-def _preference(row: dict[str, Any]) -> tuple[bool, float]:
-    """Sorts alternatives: those that fit first, then the fastest."""
-    return not row["fits"], -(row["relative_speed"] or 0)
+def _preference(timed: tuple[Plan, float | None]) -> tuple[bool, float]:
+    """Sorts plans and their relative speeds: those that fit first, then the fastest."""
+    plan, speed = timed
+    return not (plan.memory and plan.memory.fits), -(speed or 0)
+
+
+def _to_json(plan: Plan, relative_speed: float | None) -> dict[str, Any]:
+    assert plan.memory
+    return {
+        "micro_batch_size": plan.batch.micro,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+        "gradient_checkpointing": plan.activations.recomputes,
+        **flat(plan.activations),
+        "engine": plan.sharing.engine,
+        "replicas": plan.sharing.replicas,
+        "offload": plan.sharing.offload,
+        "peak_bytes": plan.memory.peak_bytes,
+        "process_bytes": plan.memory.process_bytes,
+        "fits": plan.memory.fits,
+        "ran_out": plan.memory.ran_out,
+        "relative_speed": relative_speed,
+    }

@@ -18,11 +18,11 @@ from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
-from sft_play.planning.devices import training_threads
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.profile import DeviceProfile, MicroBatch
+from sft_play.planning.budget import training_threads
 from sft_play.planning.request import Request
-from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.speed.devices import ROUNDS, Collectives, collectives_of, host_link, profile_of
+from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec

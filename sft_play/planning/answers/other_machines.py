@@ -11,9 +11,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
-from sft_play.planning.batch import learning_rates
-from sft_play.planning.candidates import leanest_memories
-from sft_play.planning.clock import (
+from sft_play.planning.allowed import leanest_memories
+from sft_play.planning.candidates.batch import learning_rates
+from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
+from sft_play.planning.request import Request
+from sft_play.planning.speed.clock import (
     mean_micro_batch,
     messages_of,
     plan_clock,
@@ -21,9 +23,7 @@ from sft_play.planning.clock import (
     sequence_messages,
     work_of_request,
 )
-from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
-from sft_play.planning.request import Request
-from sft_play.planning.speed import collectives_of, links_of
+from sft_play.planning.speed.devices import collectives_of, links_of
 
 SCALES = (1, 2, 4, 8)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
