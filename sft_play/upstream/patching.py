@@ -1,5 +1,6 @@
 """How this room changes a library: for a block, or until the command that needs the change is over."""
 
+import atexit
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +31,8 @@ def lasting(change: Callable[..., AbstractContextManager[Any]], *args: Any) -> N
     """
     if not any((change, *args) in known for _, known in _OPEN):
         stack, known = _OPEN[-1]
+        if len(_OPEN) == 1 and not known:
+            atexit.register(stack.close)  # while what it puts back is still there
         stack.enter_context(change(*args))
         known.add((change, *args))
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import types
 
 import pytest
@@ -54,3 +56,13 @@ def test_what_lasts_ends_with_the_innermost_block_even_after_an_error():
             raise ZeroDivisionError
         assert Base.name == "outer"
     assert Base.name == "of the base"
+
+
+def test_what_lasts_until_the_end_of_the_process_is_undone_before_modules_are():
+    script = (
+        "import os\nfrom contextlib import contextmanager\nfrom sft_play.upstream.patching import lasting\n"
+        "@contextmanager\ndef change():\n    yield\n    os.write(1, b'undone')\n"
+        "lasting(change)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("undone", "")
