@@ -24,17 +24,18 @@ ANSWERING_PACKAGES = {
 
 @cache
 def sources_digest(*paths: Path) -> str:
-    """A digest of the Python files at these paths, each a file or a folder; read once per process."""
-    files = [file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    """A digest of the Python files at these paths, each a file or a folder with all below it; read once."""
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = file.relative_to(path.parent).as_posix()
+            digest.update(f"{name} {file.stat().st_size}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
 def own_code() -> str:
     """A digest of all modules of this package."""
-    return sources_digest(PACKAGE, *sorted(path for path in PACKAGE.iterdir() if path.is_dir()))
+    return sources_digest(PACKAGE)
 
 
 @cache

@@ -75,9 +75,9 @@ def test_the_libraries_of_a_step_are_among_the_packages(library):
 
 
 def test_own_code_that_changed_is_asked_again(tmp_path, monkeypatch):
-    (tmp_path / "own" / "deeper").mkdir(parents=True)
+    (tmp_path / "own" / "deeper" / "down").mkdir(parents=True)
     monkeypatch.setattr(fingerprints, "PACKAGE", tmp_path / "own")
-    for module in ("top.py", "deeper/module.py"):
+    for module in ("top.py", "deeper/module.py", "deeper/down/module.py"):
         remember(["yes"], "what?")
         assert recall("what?") == ["yes"]
         (tmp_path / "own" / module).write_text("changed = True\n")

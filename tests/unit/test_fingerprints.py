@@ -29,7 +29,10 @@ def test_a_changed_renamed_or_added_source_gives_another_digest(tmp_path):
         seen.add(digest(tmp_path))
     (tmp_path / "c.py").rename(tmp_path / "d.py")
     seen.add(digest(tmp_path))
-    assert len(seen) == 5
+    (tmp_path / "deeper" / "down").mkdir(parents=True)
+    (tmp_path / "d.py").rename(tmp_path / "deeper" / "down" / "d.py")
+    seen.add(digest(tmp_path))
+    assert len(seen) == 6
     (tmp_path / "notes.txt").write_text("no source")
     assert digest(tmp_path) in seen
 
