@@ -11,6 +11,7 @@ from sft_play.config.data import Streaming
 from sft_play.errors import DataError, first_line
 from sft_play.ui.console import console
 from sft_play.units import format_bytes
+from sft_play.upstream.datasets import fingerprint
 from sft_play.upstream.huggingface_hub import limit_network
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def load_hub_rows(
             f"{key}: '{name}' is not a local file, and loading it as a Hub dataset failed: {reason}"
         ) from None
     if not streams:
-        return {split: HubRows(name, rows, rows._fingerprint, len(rows)) for split, rows in loaded.items()}
+        return {split: HubRows(name, rows, fingerprint(rows), len(rows)) for split, rows in loaded.items()}
     return {split: _streamed(builder, name, split, rows) for split, rows in loaded.items()}
 
 

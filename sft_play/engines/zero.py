@@ -8,10 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.plan import Plan
-from sft_play.upstream.deepspeed import inference_left_out, slow_builds_told
-
-# What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
-LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
+from sft_play.upstream.deepspeed import inference_left_out, let_go, slow_builds_told
 
 
 class Zero(Engine):
@@ -43,15 +40,9 @@ class Zero(Engine):
         return {"deepspeed": tree}
 
     def let_go(self, model: Any) -> None:
-        """Takes off what would keep DeepSpeed's engine alive: its hooks, and what parameters refer to."""
-        if not hasattr(model, "destroy"):
-            return
-        model.destroy()
-        model.module_forward_pre_hook.remove()
-        model.module_forward_post_hook.remove()
-        for parameter in model.module.parameters():
-            for name in LEFT_ON_PARAMETERS:
-                vars(parameter).pop(name, None)
+        """Takes off what would keep DeepSpeed's engine alive."""
+        if hasattr(model, "destroy"):
+            let_go(model)
 
     def backward_arguments(self) -> dict[str, Any]:
         """DeepSpeed would divide by the number of micro-batches once more."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sft_play.engines.state import MOMENTS, Load, StateOf
+from sft_play.upstream.deepspeed import tie_states
 
 
 def read_parts(files: Sequence[Path], load: Load) -> StateOf:
@@ -55,8 +56,7 @@ def set_part(optimizer: Any, parameters: Mapping[str, Tensor], state_of: StateOf
 
     states = {number: empty(flat) for number, flat in enumerate(flats)}
     inner.load_state_dict({**inner.state_dict(), "state": states})
-    # as after the first step: ties each parameter to its part of the state
-    optimizer._lazy_init_hp_params_optimizer_state()
+    tie_states(optimizer)
     for name, parameter in parameters.items():
         state = {key: value.to(parameter.device) for key, value in state_of(name).items()}
         parameter.data.copy_(state["weight"])

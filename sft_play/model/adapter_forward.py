@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import linear
 
 from sft_play.model.attention import kernel_dtype
+from sft_play.upstream.torch import is_view
 
 
 def replace_forwards(model: PeftModel, *, autocast: bool) -> None:
@@ -104,8 +105,8 @@ class AddedInPlace(LoraVariant):
         up, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]
         # Autograd copies the gradient of a view that was changed: a linear layer with a bias returns one.
         # Compiled code has no views.
-        is_view = not torch.compiler.is_compiling() and result._is_view()
-        if result.dim() != 3 or result.dtype != low.dtype or is_view:
+        viewed = not torch.compiler.is_compiling() and is_view(result)
+        if result.dim() != 3 or result.dtype != low.dtype or viewed:
             return result + (up(low) * scaling).to(result.dtype)
         weight = up.weight.to(low.dtype).t().expand(len(low), -1, -1)
         return result.baddbmm_(low, weight, alpha=scaling)

@@ -21,6 +21,8 @@ from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.limits import ROW_SECONDS, TemplateOverrun, within_limits
 from sft_play.errors import ConfigError
 from sft_play.model.families import family_of
+from sft_play.upstream.patching import lasting
+from sft_play.upstream.transformers import classes_by_config, loaded_as, undivided
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -55,7 +57,7 @@ def _why_no_decoder(config: "PretrainedConfig") -> str | None:
         return "has no single width, so it is no plain decoder"
     know_multimodal(config)
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not has_own_code:
+    if type(config) not in classes_by_config(AutoModelForCausalLM) and not has_own_code:
         return f"is no language model, as far as transformers {__version__} knows"
     return None
 
@@ -65,17 +67,17 @@ def know_multimodal(config: "PretrainedConfig") -> None:
 
     For some of them transformers itself does so (Gemma 3, Llama 4), for others not (Qwen-VL, Mistral 3).
     """
-    kind, known = type(config), AutoModelForCausalLM._model_mapping
-    multimodal = AutoModelForImageTextToText._model_mapping
+    kind, known = type(config), classes_by_config(AutoModelForCausalLM)
+    multimodal = classes_by_config(AutoModelForImageTextToText)
     if family_of(config).text_alone:
-        known.register(kind, known[type(config.get_text_config())], exist_ok=True)
+        lasting(loaded_as, AutoModelForCausalLM, kind, known[type(config.get_text_config())])
     elif kind in multimodal and kind not in known:
-        known.register(kind, multimodal[kind], exist_ok=True)  # otherwise it ignores its own configs
+        lasting(loaded_as, AutoModelForCausalLM, kind, multimodal[kind])
 
 
 def class_to_name(config: "PretrainedConfig") -> str | None:
     """The class that loads the model as it is trained here; None if `AutoModelForCausalLM` takes it."""
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found: Any = classes_by_config(AutoModelForCausalLM).get(type(config), None)
     usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     return None if found is None or found.__name__ == usual else found.__name__
 
@@ -148,7 +150,7 @@ def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torc
     Raises:
         LookupError: there is no such list.
     """
-    count, unsplit = model.config.get_text_config().num_hidden_layers, model._no_split_modules or ()
+    count, unsplit = model.config.get_text_config().num_hidden_layers, undivided(model)
     lists = [
         (module, name, child)
         for module in model.get_decoder().modules()

@@ -16,6 +16,7 @@ from sft_play.model.attention_table import ATTENTIONS, NAME, Attention
 from sft_play.model.families import family_of
 from sft_play.reasons.method import Padded
 from sft_play.units import SIXTEEN_BIT
+from sft_play.upstream.transformers import classes_by_config
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -94,7 +95,7 @@ def _require_supported(asked: str, config: PretrainedConfig) -> None:
 
 def _class_of(config: PretrainedConfig) -> Any:
     """The class of the causal language model; None if its code is its own."""
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return classes_by_config(AutoModelForCausalLM).get(type(config), None)
 
 
 def _modeling_files(config: PretrainedConfig) -> list[ModuleType]:

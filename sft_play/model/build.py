@@ -36,6 +36,7 @@ from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
 from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
+from sft_play.upstream.transformers import types_apart
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
@@ -108,7 +109,7 @@ def load_base(
     layer_forward.replace_forwards(loaded)
     add_rows(loaded, new_tokens(model))
     if as_stored:
-        say_types(loaded, torch_dtype, loaded._get_dtype_plan(torch_dtype))
+        say_types(loaded, torch_dtype, types_apart(loaded, torch_dtype))
     return loaded
 
 

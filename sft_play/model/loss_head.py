@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from sft_play.model.cpu import TiledLogProbs
 from sft_play.model.families import family_of
+from sft_play.upstream.transformers import has_routers
+from sft_play.upstream.trl import add_fused_head
 
 
 def add_loss_head(model: Any) -> None:
@@ -16,12 +17,6 @@ def add_loss_head(model: Any) -> None:
 
     `model(**batch, fused_lm_head=True)` then returns log-probabilities instead of logits.
     """
-    from trl.trainer.utils import add_fused_lm_head
-
-    # only supervised tokens are scored, on any device
-    ours = {"_ChunkedLogProbFunction": LogProbs, "_use_triton": lambda device: True}
-    # The same function over other globals: TRL's own trainers in this process keep its kernel.
-    add = FunctionType(add_fused_lm_head.__code__, {**add_fused_lm_head.__globals__, **ours})
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.base_model is base:  # its prefix is that of a model that it is a part of (Llama 4)
         head = base.get_output_embeddings()
@@ -31,18 +26,9 @@ def add_loss_head(model: Any) -> None:
         text.num_experts = text.num_local_experts  # by that name, TRL's head balances them (Phi-3.5-MoE)
     for given, known in family_of(text).renames.items():
         setattr(text, known, getattr(text, given))
-    if not _has_routers(base):
+    if not has_routers(base):
         text.output_router_logits = False  # TRL asks for it wherever the config knows the word (Doge)
-    add(base, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "is_top1"))
-
-
-def _has_routers(model: Any) -> bool:
-    """Whether any of its layers is one whose router logits transformers would record."""
-    recorders = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
-    found = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
-    routers = [router for each in found for router in (each if isinstance(each, list) else [each])]
-    classes = tuple(getattr(router, "target_class", router) for router in routers)
-    return not classes or any(isinstance(module, classes) for module in model.modules())
+    add_fused_head(base, LogProbs)
 
 
 def token_loss(

@@ -19,6 +19,7 @@ from sft_play.model.four_bit import nf4
 from sft_play.model.load import empty_base
 from sft_play.ui.console import console
 from sft_play.units import counted, format_bytes
+from sft_play.upstream.transformers import undivided
 
 IN_RAM = "cpu"  # device of layers that are copied to a GPU at each pass
 SPREAD = "auto"  # transformers' word for all visible GPUs, and what they do not hold, RAM
@@ -100,7 +101,7 @@ def say_spread(model: PreTrainedModel) -> None:
     if "disk" in places.values():
         raise DoesNotFitError("the weights do not fit GPUs and RAM; free more of it, or use a larger machine")
     if len(set(places.values())) > 1:
-        kinds: Any = model._no_split_modules or ()
+        kinds: Any = undivided(model)
         layers = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
         console().print(f"  {spread_text(places, layers)}")
 

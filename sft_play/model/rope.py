@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sft_play.config.schema import ModelConfig, RopeScaling, RopeType
 from sft_play.errors import ConfigError
+from sft_play.upstream.transformers import classes_by_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,7 +56,7 @@ def _reads_rope_type(text: "PretrainedConfig") -> bool:
     """Whether the code of the architecture looks the type up, as nearly all do."""
     from transformers import AutoModel
 
-    classes: Any = AutoModel._model_mapping.get(type(text), None)
+    classes: Any = classes_by_config(AutoModel).get(type(text), None)
     first = classes[0] if isinstance(classes, tuple) else classes
     return first is not None and hasattr(sys.modules[first.__module__], "ROPE_INIT_FUNCTIONS")
 

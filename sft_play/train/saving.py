@@ -22,6 +22,7 @@ from sft_play.train.nonfinite import check_weights
 from sft_play.train.ranks import from_all
 from sft_play.train.session import Session
 from sft_play.ui.progress import spinner
+from sft_play.upstream.transformers import types_apart
 
 Types = Mapping[str, torch.dtype]  # name of a weight -> the type to save it in
 
@@ -96,7 +97,7 @@ def _type_that_holds(session: Session, model: Any) -> SavedType:
 def _types(model: Any, dtype: str) -> Types:
     """The types of weights that have another one in memory; an architecture may want some in fp32."""
     wanted = getattr(torch, dtype)
-    others = model._get_dtype_plan(wanted)
+    others = types_apart(model, wanted)
     types = {name: type_of(name, wanted, others) for name, _ in _parts(model)}
     return {name: types[name] for name, part in _parts(model) if part.dtype != types[name]}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -30,3 +31,15 @@ def compiling_layers(variants: int) -> AbstractContextManager[None]:
     import torch
 
     return torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=variants)
+
+
+def is_view(tensor: Any) -> bool:
+    """Whether a tensor is a view for autograd, which copies the gradient of one that is changed in place."""
+    return tensor._is_view()
+
+
+def keep_busy(cycles: int) -> None:
+    """Lets a GPU wait, so that operations are in its queue when it is done."""
+    import torch
+
+    torch.cuda._sleep(cycles)

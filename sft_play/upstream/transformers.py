@@ -60,3 +60,40 @@ def _templates_compiled_anew() -> Iterator[None]:
         yield
     finally:
         _compile_jinja_template.cache_clear()
+
+
+def classes_by_config(auto: Any) -> Any:
+    """The mapping of an auto class, config class -> model class (or several), which has no public name."""
+    return auto._model_mapping
+
+
+@contextmanager
+def loaded_as(auto: Any, config_class: type, model_class: type) -> Iterator[None]:
+    """In the block, an auto class makes this model from such a config, as its `register` does for good."""
+    known = auto._model_mapping
+    before = dict(known._extra_content)
+    known.register(config_class, model_class, exist_ok=True)
+    try:
+        yield
+    finally:
+        known._extra_content.clear()
+        known._extra_content.update(before)
+
+
+def undivided(model: Any) -> Sequence[str]:
+    """Names of the classes of a model's layers, each of which stays on one device."""
+    return model._no_split_modules or ()
+
+
+def types_apart(model: Any, dtype: Any) -> dict[str, Any]:
+    """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so."""
+    return model._get_dtype_plan(dtype)
+
+
+def has_routers(model: Any) -> bool:
+    """Whether any of a model's layers is one whose router logits transformers would record."""
+    recorders = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
+    found = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
+    routers = [router for each in found for router in (each if isinstance(each, list) else [each])]
+    classes = tuple(getattr(router, "target_class", router) for router in routers)
+    return not classes or any(isinstance(module, classes) for module in model.modules())

@@ -31,6 +31,8 @@ IMPORTED = """
 OWN_STATE = {
     "huggingface_hub.utils._http._GLOBAL_CLIENT", "torch._subclasses.meta_utils.DESCRIBER_NEXT_ID",
     "torch.autograd.profiler._cupti_monitor_checked", "torch.autograd.profiler._cupti_monitor_module",
+    "torch._opaque_base._FakeScriptObject_cls", "torch.distributed.distributed_c10d._backend",
+    "deepspeed.comm.comm.cdb", "deepspeed.dist",  # of the process group, which is destroyed and made anew
 }  # fmt: skip
 PLAIN = bool | int | float | str | tuple | frozenset | type | FunctionType | None
 TEMPLATE = (

@@ -35,6 +35,7 @@ from sft_play.planning.speed.profile import (
     product_seconds,
 )
 from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.upstream.torch import keep_busy
 
 GRID_S = 1.2  # after so long no product of a grid is measured; those that remain follow from the others
 # A figure is the minimum of RUNS runs, or of more (up to MOST_RUNS) until ENOUGH_S have passed.
@@ -185,7 +186,7 @@ class Stopwatch:
                 run()
             return since(began) / together
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(max(LEAST_SLEEP, together * SLEEP_CYCLES))
+        keep_busy(max(LEAST_SLEEP, together * SLEEP_CYCLES))
         start.record()
         for _ in range(together):
             run()

@@ -1,0 +1,18 @@
+"""What we change in TRL, and take of its private parts."""
+
+from types import FunctionType
+from typing import Any
+
+
+def add_fused_head(model: Any, function: Any) -> None:
+    """Gives a causal language model TRL's fused output head (since 1.15), which computes with this function.
+
+    `function.apply` takes the arguments of its kernel, with supervised tokens alone on any device. TRL's own
+    trainers in this process keep its kernel: the head is made by the same code over other globals. What makes
+    this unnecessary: the kernel as an argument of `add_fused_lm_head`.
+    """
+    from trl.trainer.utils import add_fused_lm_head
+
+    ours = {"_ChunkedLogProbFunction": function, "_use_triton": lambda device: True}
+    add = FunctionType(add_fused_lm_head.__code__, {**add_fused_lm_head.__globals__, **ours})
+    add(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "is_top1"))
