@@ -35,6 +35,7 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.sizing import CPU, build, predict, spread
 from benchmarks.small_models import NAMES, WIDE, small_config
 from benchmarks.step_time import timed_steps
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.gpus import detect
 from sft_play.planning.speed.clock import step_seconds
@@ -84,7 +85,7 @@ def spec_of(mode: str, way: str, *, joined: bool) -> StepSpec:
     """The step of a way."""
     kept = WAYS.get(way, 0)
     recomputing = "offload" if way == IN_RAM else "recompute"
-    return StepSpec(
+    return step_of(
         mode=mode,
         lora=LoraSettings(r=8),
         activations="keep" if kept is None else recomputing,
@@ -179,7 +180,7 @@ def ways_of(config: PretrainedConfig, mode: str, profile: DeviceProfile) -> list
     specs = {way: replace(spec_of(mode, way, joined=False), accumulates=False) for way in WAYS}
     for (way, kept), spec in zip(WAYS.items(), specs.values(), strict=True):
         works = [
-            traces.work(replace(spec, activations=each, kept_layers=0)).at(tokens)
+            traces.work(step_with(spec, activations=each, kept_layers=0)).at(tokens)
             for each in ("keep", "recompute")
         ]
         work = works[kept is not None] if not kept else mixed(works[0], works[1], kept)

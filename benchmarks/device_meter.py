@@ -130,7 +130,7 @@ def measure(
     try:
         if device.type == "cuda":
             found = _on_cuda(build, spec, device, allowed_bytes)
-        elif spec.divided:
+        elif spec.sharing.divided:
             model = build()
             found = two_steps(model, spec, device, CpuMeter(model))
         else:

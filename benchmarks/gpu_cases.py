@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import product, zip_longest
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.geometries import MEASURED
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import flat, step_of
 from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, RunConfig, TrainConfig, TuningConfig
 from sft_play.model.attention_choice import choose_attention
 from sft_play.plan import Device, Plan
@@ -71,7 +72,8 @@ def architecture(model: str) -> PretrainedConfig:
 
 def spec_to_json(spec: StepSpec) -> dict[str, Any]:
     """The step as JSON, complete enough to predict it again."""
-    return asdict(replace(spec, lora=None)) | {"lora": spec.lora.model_dump()}  # type: ignore[arg-type]
+    values = flat(spec) | {"lora": spec.lora.model_dump()}
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
 
 
 def spec_from_json(tree: dict[str, Any]) -> StepSpec:
@@ -79,7 +81,7 @@ def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
     batches = {name: _batch(tree[name]) for name in ("batch", "eval_batch") if tree[name]}
     lengths = {name: tuple(tree.get(name, ())) for name in ("lengths", "eval_lengths")}
-    return StepSpec(**tree | changes | batches | lengths | {"scratch": ()})  # of a CPU
+    return step_of(**tree | changes | batches | lengths | {"scratch": ()})  # of a CPU
 
 
 def _batch(tree: dict[str, int]) -> Batch:
@@ -112,7 +114,7 @@ def _measured(
     model: str, mode: str, shape: tuple[int, int, bool], checkpointing: bool, target: Target
 ) -> Case:
     rows, row_tokens, packing = shape
-    spec = StepSpec(
+    spec = step_of(
         mode=mode,
         lora=LoraSettings(r=16),
         attention=choose_attention("auto", architecture(model), target.kind),

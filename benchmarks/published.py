@@ -29,11 +29,12 @@ from benchmarks.geometries import (
 from benchmarks.markdown import GB, RESULTS, in_unit
 from benchmarks.published_sharded import KINDS, SPEED, planned_steps
 from benchmarks.random_models import stock_forwards
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.zero2 import Buckets
 from sft_play.sizing.budget import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE
 from sft_play.sizing.kernels import SymbolicRecorder
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows
 from sft_play.sizing.trace import trace_step
 from sft_play.ui.console import console
 from sft_play.units import GIB, MIB
@@ -66,7 +67,7 @@ class Figure:
 def peak(config: PretrainedConfig, *, workspace: int = HOPPER_WORKSPACE, **spec: object) -> int:
     """The predicted peak of a run on a GPU that computes as PEFT and transformers do."""
     with stock_forwards():
-        step = trace_step(config, StepSpec(device="cuda", **spec)).step  # type: ignore[arg-type]
+        step = trace_step(config, step_of(device="cuda", **spec)).step  # type: ignore[arg-type]
     return max(found.bytes for found in step.rounded(512).peaks().values()) + HANDLES * workspace
 
 
@@ -175,7 +176,7 @@ def torchtune_figures() -> list[Figure]:
     common = dict(dtype="bfloat16", cast_adapters=True, batch=JoinedRows(8192), longest=4096)
     # Without the weight and its gradient, which are counted with the model.
     loss = full_logits_peak(8192, 3072, 128256) - 2 * 2 * 128256 * 3072
-    spec = StepSpec(device="cuda", mode="full", accumulates=False, **common)  # type: ignore[arg-type]
+    spec = step_of(device="cuda", mode="full", accumulates=False, **common)  # type: ignore[arg-type]
     with stock_forwards():
         before_loss = trace_step(LLAMA_3_2_3B, spec).step.rounded(512).peaks(in_layers=True)["forward"].bytes
     lora = LoraSettings(r=8, alpha=16)

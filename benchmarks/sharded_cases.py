@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_config
 from benchmarks.small_models import NAMES
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.model.architecture import setting
 from sft_play.model.attention_choice import calls_ours, why_rows_mix
@@ -61,7 +62,7 @@ class Case:
         """The step of one process."""
         rows, tokens = self.rows[rank], self.row_tokens
         own = rows * tokens // self.sequence_ranks
-        return StepSpec(
+        return step_of(
             mode=self.mode,
             lora=LoraSettings(r=8, target_modules=FEW_TARGETS if self.few_targets else "auto"),
             dtype=self.dtype,

@@ -45,6 +45,7 @@ from benchmarks.sizing_gpu import (
     result_table,
     workers,
 )
+from benchmarks.steps import step_with
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
@@ -77,14 +78,14 @@ def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
 
 
 def _kept_gathered(case: Case) -> Case:
-    spec = replace(case.spec, reshard_after_forward=False)
+    spec = step_with(case.spec, reshard_after_forward=False)
     return replace(case, key=f"{case.key}, kept gathered", spec=spec)
 
 
 def _divided(case: Case, world: int, *, offload: bool) -> Case:
     where = "in RAM" if offload else f"divided by {world}"
     # gradients of a GPU's memory are reduced in each micro-batch, as a plan does where memory is short
-    spec = replace(case.spec, shards=world, offload=offload)
+    spec = step_with(case.spec, shards=world, offload=offload)
     return replace(case, key=f"{case.key} {where}", spec=spec)
 
 
@@ -94,7 +95,7 @@ def launched(case: Case, device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         tree, found = Path(name) / "case.json", Path(name) / "found.json"
         tree.write_text(json.dumps({"model": case.model, "spec": spec_to_json(spec), "device": device.type}))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.shards}"]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.sharing.shards}"]
         words = ["-m", "benchmarks.sharded_gpu", "--work", str(tree)]
         try:
             done = subprocess.run(
@@ -123,7 +124,7 @@ def work(path: Path) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     distributed.init_process_group(_backend(spec, device))
     found = measure(_build(case["model"], spec, device), spec, device)
-    ranks: list[Any] = [None] * spec.shards
+    ranks: list[Any] = [None] * spec.sharing.shards
     distributed.all_gather_object(ranks, asdict(found))
     if rank == 0:
         worst = max(ranks, key=lambda each: max(each["phases"].values(), default=0))
@@ -133,9 +134,9 @@ def work(path: Path) -> None:
 
 
 def _backend(spec: StepSpec, device: torch.device) -> str:
-    if device.type == "cpu" or spec.shards > torch.cuda.device_count():
+    if device.type == "cpu" or spec.sharing.shards > torch.cuda.device_count():
         return "gloo"
-    return "cuda:nccl,cpu:gloo" if spec.offload else "nccl"
+    return "cuda:nccl,cpu:gloo" if spec.sharing.offloads else "nccl"
 
 
 def _build(model: str, spec: StepSpec, device: torch.device) -> Callable[[], Any]:
@@ -145,13 +146,13 @@ def _build(model: str, spec: StepSpec, device: torch.device) -> Callable[[], Any
         torch.manual_seed(0)
         tuning = TuningConfig(mode=spec.mode, lora=spec.lora)
         whole = random_model(architecture(model), spec, tuning, device)
-        gathered = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
+        gathered = gathered_dtype(spec.mode, spec.precision.dtype, spec.precision.autocast)
         shard(
             units_of(whole),
             device.type,
             gathered_dtype=gathered,
-            offload=spec.offload,
-            reshard_after_forward=spec.reshard_after_forward,
+            offload=spec.sharing.offloads,
+            reshard_after_forward=spec.sharing.reshard_after_forward,
         )
         return whole
 

@@ -105,14 +105,14 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
     model = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    gathered = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
+    gathered = gathered_dtype(spec.mode, spec.precision.dtype, spec.precision.autocast)
     shard(
         units_of(model),
         "cpu",
         gathered_dtype=gathered,
         replicas=case.replicas,
-        defers_exchange=spec.defers_exchange,
-        reshard_after_forward=spec.reshard_after_forward,
+        defers_exchange=spec.sharing.defers_exchange,
+        reshard_after_forward=spec.sharing.reshard_after_forward,
     )
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

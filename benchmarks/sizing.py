@@ -31,6 +31,7 @@ from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.published import figures, published_table
 from benchmarks.published import write as write_published
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
@@ -115,7 +116,7 @@ def spec_of(shape: Shape, mode: str, checkpointing: bool, packing: bool) -> Step
         packing: whether rows are packed.
     """
     tokens = shape.rows * shape.row_tokens
-    return StepSpec(
+    return step_of(
         mode=mode,
         lora=LoraSettings(r=shape.lora_rank),
         mixed_precision=shape.mixed_precision,
@@ -138,7 +139,7 @@ def build(folder: Path, spec: StepSpec) -> Any:
     model.config.use_cache = False
     if spec.mode == "full":
         return model
-    return attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no")
+    return attach_adapter(model, spec.lora, autocast=spec.precision.autocast != "no")
 
 
 def predict(traces: Traces, spec: StepSpec) -> Step:
@@ -172,7 +173,7 @@ def run_shape(
         yield Result(
             architecture=name,
             mode=spec.mode,
-            checkpointing=spec.activations == "recompute",
+            checkpointing=spec.activations.policy == "recompute",
             packing=spec.joined,
             shape=shape.name,
             weights=measured.weights,

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.random_models import random_model
 from benchmarks.small_models import small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import TuningConfig
 from sft_play.machine.gpus import detect
 from sft_play.model.cpu import keep_freed_memory
@@ -107,7 +108,7 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
         config = small_config("llama", geometry)
         traces = Traces(config)
         for mode, activations in product(("full", "lora"), ("keep", "recompute")):
-            spec = StepSpec(
+            spec = step_of(
                 mode=mode,
                 activations=activations,
                 batch=PaddedRows(2, ROW_TOKENS),
@@ -119,7 +120,7 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
                 work = line.at(tokens)
                 if flop(work).sum() > MOST_FLOP:
                     continue
-                real = StepSpec(mode=mode, activations=activations, batch=PaddedRows(tokens // row, row))
+                real = step_of(mode=mode, activations=activations, batch=PaddedRows(tokens // row, row))
                 yield Result(
                     name,
                     mode,

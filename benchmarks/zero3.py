@@ -40,6 +40,7 @@ from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sharded_cases import Case, case_of, divided, draw
 from benchmarks.sharding import CPU, SEED, HeapMeter
+from benchmarks.steps import step_with
 from sft_play.choices.optimizers import make_optimizer, state_bytes
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
@@ -84,14 +85,14 @@ def drawn(number: int, seed: int, world: int) -> Case:
 def step_of(case: Case, rank: int, offload: bool) -> StepSpec:
     """The step of one process, as `StepSpec.of` has it for this engine."""
     cast = case.dtype != "float32"
-    return replace(case.step(rank), cast_adapters=cast, regathers=True, offload=offload)
+    return step_with(case.step(rank), cast_adapters=cast, regathers=True, offload=offload)
 
 
 def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
     """DeepSpeed's config for a step that trains so many elements."""
     zero = configuration(STAGE)["zero_optimization"]
     zero |= {"reduce_bucket_size": min(trained, zero["reduce_bucket_size"]), "overlap_comm": False}
-    if spec.offload:
+    if spec.sharing.offloads:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     accumulation = 2 if spec.accumulates else 1
     return {
@@ -100,7 +101,7 @@ def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": distributed.get_world_size() * accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": spec.dtype == "bfloat16"},
+        "bf16": {"enabled": spec.precision.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -122,7 +123,7 @@ def measure(case: Case, meter: Any, offload: bool, folder: str | None = None) ->
     model: Any = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    cast_to = None if spec.dtype == "float32" else spec.dtype
+    cast_to = None if spec.precision.dtype == "float32" else spec.precision.dtype
     partition(units_of(model), "cpu", cast_to, offload=offload, folder=folder)
     add_loss_head(model if spec.mode == "full" else model.get_base_model())
     prepare_for_training(model, spec)

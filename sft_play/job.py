@@ -150,7 +150,7 @@ def plan_again(job: Job, accept: Accept) -> Plan:
         earlier.sharing.world_size,
         earlier.sharing.machines,
         earlier.memory.budget_bytes if earlier.memory else None,
-    ).in_groups_of(earlier.sharing.sequence_ranks)
+    ).in_groups_as(earlier.sharing)
     return fastest_plan(request, lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft))
 
 

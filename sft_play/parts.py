@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from sft_play.units import AUTOCAST
+
+if TYPE_CHECKING:
+    from sft_play.config.train import TrainConfig
 
 # Names in a plan's JSON, of the fields that have another one here.
 JSON_NAMES = {
@@ -15,6 +20,10 @@ JSON_NAMES = {
     "policy": "activations",
     "autocast": "mixed_precision",
 }
+
+
+# Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
+MOST_SHARDS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +40,7 @@ class Sharing:
     """How processes share the work."""
 
     world_size: int
-    engine: str  # name of an engine (engines/registry.py)
+    engine: str  # name of an engine (engines/registry.py); "" of any
     machines: int = 1  # that the processes are on
     sequence_ranks: int = 1  # processes that divide the tokens of the same micro-batch
     replicas: int = 1  # of a divided model: one on each machine, whose processes divide it; 1: all divide it
@@ -48,6 +57,27 @@ class Sharing:
     def data_ranks(self) -> int:
         """How many different micro-batches the processes have at a time (the data-parallel size)."""
         return self.world_size // self.sequence_ranks
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients and the optimizer's states are elsewhere than on the device."""
+        return self.offload != "none"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether there are several divided models, among which gradients are reduced."""
+        return self.replicas > 1
+
+    @property
+    def divided(self) -> bool:
+        """Whether tensors are divided, though it may be for one process."""
+        return self.shards > 1 or self.offloads
+
+    def traced(self, *, divides: bool) -> "Sharing":
+        """What the memory of a process depends on, if its engine divides the weights or does not."""
+        shards = min(self.shards, MOST_SHARDS) if divides else 1
+        replicas = 2 if divides and self.replicated else 1
+        return replace(self, engine="", world_size=shards * replicas, machines=1, replicas=replicas)
 
     @property
     def divides_tokens(self) -> bool:
@@ -71,6 +101,7 @@ class Rows:
     sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
 
 
+Policy = Literal["keep", "recompute", "offload"]
 WAYS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
 SAID = WAYS | {"offload": "recomputed from inputs in RAM"}
 
@@ -79,7 +110,7 @@ SAID = WAYS | {"offload": "recomputed from inputs in RAM"}
 class Activations:
     """What the backward pass needs of the forward pass, and where it comes from."""
 
-    policy: Literal["keep", "recompute", "offload"] = "keep"  # "offload": recomputed from inputs in RAM
+    policy: Policy = "keep"  # "offload": recomputed from inputs in RAM
     kept_layers: int = 0  # if layers are recomputed: the last ones, which keep their activations
     mlp_tiles: int = 1  # in which MLPs compute the largest micro-batch, if layers are recomputed
 
@@ -94,6 +125,15 @@ class Activations:
         return self.mlp_tiles > 1
 
     @property
+    def apart(self) -> int:
+        """How many of the last layers are treated otherwise than the others."""
+        return self.kept_layers
+
+    def with_apart(self, count: int) -> "Activations":
+        """The same with so many of them."""
+        return replace(self, kept_layers=count)
+
+    @property
     def partly_kept(self) -> bool:
         """Whether some layers keep their activations, and the others recompute theirs."""
         return self.kept_layers > 0
@@ -105,15 +145,21 @@ class Activations:
             return 0.0
         return 1 / (1 + self.kept_layers) + self.in_tiles + 2 * (self.policy == "offload")
 
+    def traced(self, device: str) -> "Activations":
+        """What the memory of a device depends on; a CPU has no other memory to offload to."""
+        in_ram = self.policy == "offload" and device != "cpu"
+        policy: Policy = "offload" if in_ram else "recompute" if self.recomputes else "keep"
+        return replace(self, policy=policy, mlp_tiles=1)
+
     @property
     def uniform(self) -> "Activations":
         """The same in all layers."""
-        return replace(self, kept_layers=0)
+        return self.with_apart(0)
 
     @property
     def kind(self) -> "Activations":
         """Alike for all that differ only in how many layers keep their activations, if some do."""
-        return replace(self, kept_layers=min(self.kept_layers, 1))
+        return self.with_apart(min(self.apart, 1))
 
     @property
     def way(self) -> str:
@@ -140,16 +186,40 @@ class Activations:
         known = {each.name: values.get(JSON_NAMES.get(each.name, each.name)) for each in fields(cls)}
         return cls(**{"policy": older} | {name: value for name, value in known.items() if value is not None})
 
+    def tile(self, tokens: int) -> int:
+        """The most tokens that an MLP computes at a time of so many that a process has; 0: all."""
+        return -(-tokens // self.mlp_tiles) if self.in_tiles else 0
+
 
 RECOMPUTED = Activations(policy="recompute")
+
+
+def ways(train: "TrainConfig", device: str) -> Iterator[Activations]:
+    """What may become of activations, the fastest first.
+
+    A CPU has no other memory to offload to, compiled layers cannot.
+    """
+    if train.asked_activations != "auto":
+        yield Activations(policy=train.asked_activations)
+        return
+    if not train.asks_tiles:
+        yield Activations()
+    yield RECOMPUTED
+    if device == "cuda" and not train.compile:
+        yield Activations(policy="offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The types of numbers."""
 
-    autocast: str  # "bf16", "fp16" or "no"
-    dtype: str  # of the weights: "bfloat16", "float16" or "float32"
+    autocast: str = "no"  # or "bf16" or "fp16"
+    dtype: str = "float32"  # of the weights; or "bfloat16" or "float16"
+
+    @property
+    def computed_in(self) -> str:
+        """The type of products, by its name in torch."""
+        return AUTOCAST.get(self.autocast, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

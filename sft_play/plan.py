@@ -133,8 +133,7 @@ class Plan:
     @property
     def mlp_tile(self) -> int:
         """The most tokens that the MLP of a layer computes at a time; 0: all of a micro-batch."""
-        tiles = self.activations.mlp_tiles
-        return -(-self.sharing.own(self.rows.most_tokens) // tiles) if tiles > 1 else 0
+        return self.activations.tile(self.sharing.own(self.rows.most_tokens))
 
     @property
     def rows_per_step(self) -> int:

@@ -56,12 +56,12 @@ class Work:
         )
 
 
-def mixed(kept: Work, recomputed: Work, kept_layers: int) -> Work:
+def mixed(kept: Work, recomputed: Work, apart: int) -> Work:
     """The work of a model whose last layers keep their activations, while the others are recomputed.
 
     Both are of the same micro-batch, one with all activations kept, one with all layers recomputed.
     """
-    first = int(kept.layers.max()) + 1 - kept_layers
+    first = int(kept.layers.max()) + 1 - apart
     passes = [
         _one_pass(kept, recomputed, first, of_kept, of_recomputed)
         for of_kept, of_recomputed in (

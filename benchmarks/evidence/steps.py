@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from benchmarks.evidence import flat, fused
 from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
+from benchmarks.steps import step_of
 from sft_play.choices.optimizers import optimizer_state
 from sft_play.config.schema import LoraSettings
 from sft_play.model import attention, four_bit
@@ -61,7 +62,7 @@ def _spec(run: Run) -> StepSpec:
     lora = LoraSettings(
         r=run.r, alpha=2 * run.r, dropout=run.dropout, target_modules=modules, use_dora=run.use_dora
     )
-    return StepSpec(
+    return step_of(
         mode=run.mode,
         lora=lora,
         dtype=run.dtype,

@@ -85,7 +85,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             chosen = plan_or_advise(request, partial(_again, asked, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = asked.why or asked.json or not chosen.memory  # what was not sized has to say so
-            scaled = request.with_offload(chosen.sharing.offload).in_groups_of(chosen.sharing.sequence_ranks)
+            scaled = request.with_offload(chosen.sharing.offload).in_groups_as(chosen.sharing)
             scales = scaling(scaled, least=request.processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)

@@ -28,7 +28,7 @@ def add_scaling(run: RunDir) -> None:
             facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
             shared = plan.sharing
             request = Request(config, architecture, facts, machine, shared.world_size)
-            rows = scaling(request.with_offload(shared.offload).in_groups_of(shared.sequence_ranks))
+            rows = scaling(request.with_offload(shared.offload).in_groups_as(shared))
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - see above
         warn(f"no plans for other numbers of processes: {error}")

@@ -146,13 +146,18 @@ class TrainConfig(Section):
                 f"train.gradient_checkpointing={str(asked).lower()} contradicts train.activations={way}; "
                 "set one of them to auto"
             )
-        if self.mlp_tiles != "auto" and self.mlp_tiles > 1 and self.asked_activations == "keep":
+        if self.asks_tiles and self.asked_activations == "keep":
             key = "activations=keep" if way == "keep" else "gradient_checkpointing=false"
             raise ValueError(
                 f"train.mlp_tiles={self.mlp_tiles} computes the MLPs of recomputed layers in parts, but "
                 f"train.{key} recomputes none; set one of them to auto"
             )
         return self
+
+    @property
+    def asks_tiles(self) -> bool:
+        """Whether MLPs are to compute in tiles, whatever the plan."""
+        return self.mlp_tiles not in ("auto", 1)
 
     @property
     def asked_activations(self) -> Literal["auto", "keep", "recompute", "offload"]:

@@ -11,7 +11,7 @@ from sft_play.plan import Device, Estimator, Memory, Plan
 from sft_play.planning.candidates.compiled import require_compilable, require_compiler
 from sft_play.planning.candidates.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.candidates.sequence import require_divisible, why_padded
-from sft_play.planning.candidates.tiles import may_tile, with_tiles
+from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import host_link
@@ -52,11 +52,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     require_divisible(config, architecture, attention, padded, request.processes, request.on_machines)
     hidden_size = architecture.facts.hidden_size
     tiles = may_tile(config, facts.longest_row) and architecture.modules.tiled_mlps > 0
-    if train.mlp_tiles not in ("auto", 1) and not tiles:
-        raise ConfigError(
-            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.facts.model_type} have no MLP "
-            "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
-        )
+    if train.asks_tiles and not tiles:
+        raise untiled(train, architecture.facts.model_type)
     drafts = draft_plans(
         config,
         device=device,

@@ -72,7 +72,7 @@ def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[Reason]
         return []
     spec = StepSpec.of(config, plan).on_this_cpu(threads)
     worst = max((rule.worst for _, rule in spec.scratch if not rule.holds), default=None)
-    return [] if worst is None else [ScratchOffRule(spec.computed_in, worst)]
+    return [] if worst is None else [ScratchOffRule(spec.precision.computed_in, worst)]
 
 
 def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:

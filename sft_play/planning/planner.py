@@ -189,7 +189,7 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     divided = plan.sharing.divides_tokens
     recomputes = plan.offloads_activations or (plan.activations.recomputes and divided)
     in_ram = config.parallel.offload == "auto" and plan.sharing.offload != "none"
-    return in_ram or (auto and recomputes) or (train.mlp_tiles == "auto" and plan.activations.in_tiles)
+    return in_ram or (auto and recomputes) or (plan.activations.in_tiles and not train.asks_tiles)
 
 
 def _least_seconds(request: Request, accept: Accept) -> float | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, with_gpus
+from sft_play.parts import Sharing
 from sft_play.plan import Device
 from sft_play.planning.budget import machines_of, memory_device, training_device
 from sft_play.planning.candidates.batch import batch_for
@@ -69,6 +70,10 @@ class Request:
     def in_groups_of(self, ranks: int) -> "Request":
         """The request with groups of so many processes that divide the tokens of micro-batches."""
         return self.changed({"parallel.sequence_parallel_size": ranks})
+
+    def in_groups_as(self, sharing: Sharing) -> "Request":
+        """The request with the groups of a plan."""
+        return self.in_groups_of(sharing.sequence_ranks)
 
     def with_offload(self, place: str) -> "Request":
         """The request that keeps what it can in this place, or nowhere, unless its config says where."""

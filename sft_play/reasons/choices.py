@@ -105,16 +105,16 @@ class Activations(Reason):
 
     activations: str  # as in a plan
     cause: Literal["config", "fit", "exceed", "faster"]
-    kept_layers: int = 0  # that keep theirs, though others are recomputed
+    kept: int = 0  # that keep theirs, though others are recomputed
     layers: int = 0  # of the model, if some do
     device: str = "cuda"  # or "cpu"
     host: HostMemory | None = None  # of a GPU that offloads what they are recomputed from
 
     def __str__(self) -> str:
-        if self.kept_layers:
+        if self.kept:
             return (
-                f"gradient checkpointing in {self.layers - self.kept_layers} of {self.layers} layers: "
-                f"stored activations of more than the last {self.kept_layers} would exceed the budget"
+                f"gradient checkpointing in {self.layers - self.kept} of {self.layers} layers: "
+                f"stored activations of more than the last {self.kept} would exceed the budget"
             )
         if self.activations == "offload":
             return self._in_ram()

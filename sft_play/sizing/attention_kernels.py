@@ -18,7 +18,6 @@ from sft_play.model.stand_in import counted
 from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.step import StepSpec
-from sft_play.units import AUTOCAST
 from sft_play.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ def _heads_of(config: "PretrainedConfig", spec: StepSpec) -> tuple[Capability, s
     """The GPU, the type in which attention computes, and the size of heads."""
     text = config.get_text_config()
     head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
-    return spec.compute_capability, AUTOCAST.get(spec.mixed_precision, spec.dtype), head_dim
+    return spec.compute_capability, spec.precision.computed_in, head_dim
 
 
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:

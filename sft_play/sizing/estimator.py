@@ -18,12 +18,12 @@ from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
 from sft_play.errors import UntraceableModel
 from sft_play.machine.process import importing_libraries
-from sft_play.parts import Activations
+from sft_play.parts import RECOMPUTED, Activations
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
-from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
+from sft_play.sizing.layers import fewest_apart, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
 from sft_play.sizing.model_facts import require_packable
@@ -164,17 +164,18 @@ class Traces:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
-        if spec.divided in self._untraceable:
-            raise self._untraceable[spec.divided]
+        if spec.sharing.divided in self._untraceable:
+            raise self._untraceable[spec.sharing.divided]
         spec = self._on_device(spec)
-        if not spec.kept_layers:
+        if not spec.activations.apart:
             return self._step_of(spec)
         kinds = self.architecture.modules.layer_kinds
-        if not kinds or self._all_layers.get(spec.divided):
+        if not kinds or self._all_layers.get(spec.sharing.divided):
             raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
-        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
+        fewest = spec.activations.with_apart(fewest_apart(kinds, spec.activations.apart))
+        alike = replace(spec, activations=fewest)
         try:
-            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers))
+            return self._step_of(alike, stand_ins_of(kinds, spec.activations.apart))
         except LayersDiffer as error:
             raise UntraceableModel(f"its layers differ: {error}") from error
 
@@ -266,13 +267,13 @@ class Traces:
             from sft_play.sizing.trace import trace_step
 
         try:
-            whole = self._all_layers.get(spec.divided, False)
+            whole = self._all_layers.get(spec.sharing.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            if not spec.kept_layers:
-                self._untraceable[spec.divided] = error
+            if not spec.activations.apart:
+                self._untraceable[spec.sharing.divided] = error
             raise
-        if spec.kept_layers and not trace.stand_ins:
+        if spec.activations.apart and not trace.stand_ins:
             raise UntraceableModel("all of its layers have to be traced")
         self._add(spec, trace)
         self.count += 1
@@ -282,7 +283,7 @@ class Traces:
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
-        self._all_layers[spec.divided] = not trace.stand_ins
+        self._all_layers[spec.sharing.divided] = not trace.stand_ins
 
 
 BatchesOf = Callable[[Plan], RunBatches]  # of a plan
@@ -389,11 +390,10 @@ def work_of_plans(
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
         evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
         spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
-        if not spec.kept_layers:
+        if not spec.activations.apart:
             return traces.work(spec, tokens).at(tokens)
-        alike = replace(spec, activations="keep", kept_layers=0)
-        kept = traces.work(alike, tokens).at(tokens)
-        recomputed = traces.work(replace(alike, activations="recompute"), tokens).at(tokens)
-        return mixed(kept, recomputed, spec.kept_layers)
+        extremes = (replace(spec, activations=way) for way in (Activations(), RECOMPUTED))
+        kept, recomputed = (traces.work(each, tokens).at(tokens) for each in extremes)
+        return mixed(kept, recomputed, spec.activations.apart)
 
     return work_of

@@ -21,7 +21,7 @@ from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import NF4_BLOCK, NF4_SUPERBLOCK, nf4
-from sft_play.sizing.layers import choose_layers, with_kept
+from sft_play.sizing.layers import choose_layers, told_apart
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL
@@ -48,14 +48,14 @@ def skeleton(
         are there, which then need not be told apart.
     """
     attention.register()
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.precision.dtype)
     model: Any = empty_model(
         _without_idle_window(config, spec),
         dtype=dtype,
         attn_implementation=_attention_to_trace(config, spec),
     )
     cut = not (all_layers or names_layers(spec.lora))
-    stand_ins = keep_one_of_each_kind(model, spec.kept_layers) if cut else ()
+    stand_ins = keep_one_of_each_kind(model, spec.activations.apart) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
@@ -116,13 +116,13 @@ def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:
                 yield path, type(module).__name__, name, value
 
 
-def keep_one_of_each_kind(model: "PreTrainedModel", kept_layers: int) -> tuple[int, ...]:
+def keep_one_of_each_kind(model: "PreTrainedModel", apart: int) -> tuple[int, ...]:
     """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins.
 
-    The last `kept_layers` allocate differently from the others.
+    The last `apart` allocate differently from the others.
     """
     owner, name, layers = decoder_layers(model)
-    kept, stand_ins = choose_layers(with_kept(layer_kinds(layers), kept_layers))
+    kept, stand_ins = choose_layers(told_apart(layer_kinds(layers), apart))
     setattr(owner, name, torch.nn.ModuleList(layers[index] for index in kept))
     count = len(layers)
     configs = [getattr(module, "config", None) for module in model.modules()]
@@ -143,11 +143,11 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     rows = len(embedding.weight)
     new_ids = range(rows - spec.new_tokens, rows)  # which rows they are does not matter
     with without_weights(), unpacking_for_dora():
-        adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no", new_ids=new_ids)
+        adapted = attach_adapter(model, spec.lora, autocast=spec.precision.autocast != "no", new_ids=new_ids)
     if spec.cast_adapters:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+                parameter.data = parameter.data.to(getattr(torch, spec.precision.dtype))
     return adapted
 
 

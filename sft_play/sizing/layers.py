@@ -28,31 +28,31 @@ def choose_layers(kinds: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
     return kept, tuple(map(kept.index, represented_by))
 
 
-def with_kept(kinds: Sequence[int], kept_layers: int) -> list[int]:
+def told_apart(kinds: Sequence[int], apart: int) -> list[int]:
     """Other numbers for the last layers, which keep their activations, and for the one before them.
 
     What a layer hands on lives until the next one is recomputed, or no longer than that one needs it.
     """
-    first, other = len(kinds) - kept_layers, max(kinds, default=0) + 1
-    if not kept_layers:
+    first, other = len(kinds) - apart, max(kinds, default=0) + 1
+    if not apart:
         return list(kinds)
     return [kind + other * ((index >= first) + 2 * (index == first - 1)) for index, kind in enumerate(kinds)]
 
 
-def stand_ins_of(kinds: Sequence[int], kept_layers: int) -> tuple[int, ...]:
+def stand_ins_of(kinds: Sequence[int], apart: int) -> tuple[int, ...]:
     """The traced layer that represents each layer if so many of the last ones keep their activations."""
-    return choose_layers(with_kept(kinds, kept_layers))[1]
+    return choose_layers(told_apart(kinds, apart))[1]
 
 
-def fewest_kept_alike(kinds: Sequence[int], kept_layers: int) -> int:
+def fewest_apart(kinds: Sequence[int], apart: int) -> int:
     """The smallest number of kept layers of which the same layers are traced, in the same order."""
 
     def traced(kept: int) -> list[int]:
-        mixed = with_kept(kinds, kept)
+        mixed = told_apart(kinds, kept)
         return [mixed[index] for index in choose_layers(mixed)[0]]
 
-    wanted = traced(kept_layers)
-    return next(kept for kept in range(1, kept_layers + 1) if traced(kept) == wanted)
+    wanted = traced(apart)
+    return next(kept for kept in range(1, apart + 1) if traced(kept) == wanted)
 
 
 def standing_for(trace: StepTrace, stand_ins: tuple[int, ...]) -> StepTrace:

@@ -149,7 +149,7 @@ def _copying() -> Iterator[tuple[Any, str, Any]]:
 
 def offloads(spec: StepSpec) -> bool:
     """Whether a step leaves to RAM what its device would hold; a CPU has nothing else."""
-    return spec.offload and spec.device == "cuda"
+    return spec.sharing.offloads and spec.device == "cuda"
 
 
 class _Transfer(TorchFunctionMode):
@@ -248,7 +248,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
                 recorder.add(part, "weights")
         move(parameters, buffers, device)
 
-    dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
+    dtype = gathered_dtype(spec.mode, spec.precision.dtype, spec.precision.autocast)
     with (
         recorder,
         recorder.watching(spec),
@@ -259,10 +259,10 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
             units_of(model),
             "cpu",
             gathered_dtype=dtype,
-            offload=spec.offload,
-            defers_exchange=spec.defers_exchange,
+            offload=spec.sharing.offloads,
+            defers_exchange=spec.sharing.defers_exchange,
             regathers=spec.regathers,
-            reshard_after_forward=spec.reshard_after_forward,
+            reshard_after_forward=spec.sharing.reshard_after_forward,
         )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import LoraSettings, RunConfig
@@ -11,6 +11,7 @@ from sft_play.data.batching import padded_length
 from sft_play.engines.registry import engine_of
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.model.attention_table import same_kernels
+from sft_play.parts import Activations, Precision, Sharing
 from sft_play.plan import Plan
 from sft_play.sizing.product_scratch import Rules, product_scratch
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
@@ -19,8 +20,6 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # where rows are not known one by one, the supervised share is rounded up to a twentieth
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
-# Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
-MOST_SHARDS = 512
 TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
 OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
 SHARED = ("parts.py", "plan.py", "timeline.py", "units.py", "work.py")
@@ -150,11 +149,9 @@ class StepSpec:
     mode: str  # "full", "lora" or "qlora"
     lora: LoraSettings = LoraSettings()
     new_tokens: int = 0  # whose rows of a frozen embedding are trained beside the adapters
-    dtype: str = "float32"  # of the weights
-    mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
+    precision: Precision = Precision()
     attention: str = "varlen_sdpa"
-    activations: Literal["keep", "recompute", "offload"] = "keep"
-    kept_layers: int = 0  # the last ones, if others are recomputed
+    activations: Activations = Activations()
     mlp_tile: int = 0  # tokens that an MLP computes at a time; 0: all
     batch: Batch = PaddedRows(1, 128)  # the micro-batch
     longest: int | None = None  # tokens of the longest sequence; default: of a row of the batch
@@ -171,13 +168,8 @@ class StepSpec:
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
-    sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch: `batch` is the part of one
-    shards: int = 1  # processes among which the engine divides each tensor
-    offload: bool = False  # what is divided is in RAM, and copied to the device for use
+    sharing: Sharing = Sharing(engine="", world_size=1)  # as traced; `batch` is the part of one process
     regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
-    reshard_after_forward: bool = True  # else all that is gathered stays so until the backward pass is over
-    replicated: bool = False  # on several machines, over which gradients are reduced
-    defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
     exchanges: bool = True  # or else another micro-batch of the step follows, until which they wait
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
@@ -188,16 +180,6 @@ class StepSpec:
     def joined(self) -> bool:
         """Whether rows are joined without padding."""
         return isinstance(self.batch, JoinedRows)
-
-    @property
-    def computed_in(self) -> str:
-        """The type of products, by its name in torch."""
-        return AUTOCAST.get(self.mixed_precision, self.dtype)
-
-    @property
-    def divided(self) -> bool:
-        """Whether tensors are divided, though it may be for one process."""
-        return self.shards > 1 or self.offload
 
     @property
     def tokens(self) -> int:
@@ -221,7 +203,7 @@ class StepSpec:
         by what `sequence_tokens` says. The exception is a sliding window, whose mask grows with the square
         of the sequence length.
         """
-        tokens *= self.sequence_ranks
+        tokens *= self.sharing.sequence_ranks
         if self.cut_at_longest:
             whole, rest = divmod(tokens, self.longest_sequence)
             return (self.longest_sequence,) * whole + ((rest,) if rest else ())
@@ -241,7 +223,7 @@ class StepSpec:
 
         The autocast of a CPU keeps a cast of each tile of the output head, the last of which may be smaller.
         """
-        return self.device == "cuda" or self.mixed_precision == "no" or 3 not in self.loss_tiles
+        return self.device == "cuda" or self.precision.autocast == "no" or 3 not in self.loss_tiles
 
     @property
     def tiles(self) -> tuple[int, ...]:
@@ -252,7 +234,7 @@ class StepSpec:
     @property
     def trained_element_bytes(self) -> int:
         """Bytes per element of a trained parameter and its gradient; adapters are fp32 unless cast."""
-        return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.cast_adapters else 4
+        return BYTES_PER_ELEMENT[self.precision.dtype] if self.mode == "full" or self.cast_adapters else 4
 
     @property
     def eval_supervised(self) -> int:
@@ -265,14 +247,14 @@ class StepSpec:
         A part of a row may have the next token of each of its own.
         """
         rows, row_tokens = batch.shape
-        if self.sequence_ranks > 1:
+        if self.sharing.divides_tokens:
             return max(1, round((self.supervised_share if share is None else share) * row_tokens))
         tokens, share = rows * row_tokens, self.supervised_share if share is None else share
         return max(1, min(round(share * tokens), tokens - rows))
 
     def on_this_cpu(self, threads: int) -> "StepSpec":
         """The step on so many threads of this machine's CPU."""
-        return replace(self, threads=threads, scratch=product_scratch(self.computed_in, threads))
+        return replace(self, threads=threads, scratch=product_scratch(self.precision.computed_in, threads))
 
     def without_lengths(self) -> "StepSpec":
         """The step in which few sequences stand for those that are joined."""
@@ -294,25 +276,18 @@ class StepSpec:
             micro: its micro-batch; default one with the most tokens and the most supervised tokens.
             evaluated: a batch of its evaluation; default one as the micro-batch.
         """
-        engine = engine_of(plan.sharing.engine)
+        shared, engine = plan.sharing, engine_of(plan.sharing.engine)
         several = plan.batch.accumulation > 1
         later = several and not (micro and micro.first)
-        waits = (
-            several and engine.shards_weights and (plan.sharing.defers_exchange or plan.sharing.replicas > 1)
-        )
+        waits = several and engine.shards_weights and (shared.defers_exchange or shared.replicated)
         early = engine.makes_gradients_early and not (several and engine.keeps_gradients)
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
             new_tokens=0 if config.tuning.mode == "full" else len(config.model.new_tokens),
-            dtype=plan.precision.dtype,
-            mixed_precision=plan.precision.autocast,
+            precision=plan.precision,
             attention=plan.attention,
-            # a CPU has no other memory to offload to
-            activations="recompute"
-            if plan.activations.recomputes and plan.device == "cpu"
-            else plan.activations.policy,
-            kept_layers=plan.activations.kept_layers,
+            activations=plan.activations.traced(plan.device),
             mlp_tile=plan.mlp_tile,
             accumulates=later or early,
             device=plan.device,
@@ -321,20 +296,14 @@ class StepSpec:
             kernels=config.train.layer_kernels,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
-            sequence_ranks=plan.sharing.sequence_ranks,
-            shards=min(plan.sharing.shards, MOST_SHARDS) if engine.shards_weights else 1,
-            replicated=engine.shards_weights and plan.sharing.replicas > 1,
+            sharing=shared.traced(divides=engine.shards_weights),
             regathers=engine.regathers,
-            offload=plan.sharing.offload != "none",
-            defers_exchange=plan.sharing.defers_exchange,
-            reshard_after_forward=plan.sharing.reshard_after_forward,
             exchanges=not (waits and micro and (micro.first or not micro.last)),
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.precision.autocast in AUTOCAST:
-            return replace(
-                spec, dtype=AUTOCAST[plan.precision.autocast], mixed_precision="no", cast_adapters=True
-            )
+            cast = Precision(dtype=AUTOCAST[plan.precision.autocast])
+            return replace(spec, precision=cast, cast_adapters=True)
         return spec
 
 

@@ -67,7 +67,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
-        if not (all_layers or spec.kept_layers):
+        if not (all_layers or spec.activations.apart):
             # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -79,15 +79,16 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
-    if stand_ins and spec.kept_layers:  # of the layers that are left
-        spec = replace(spec, kept_layers=len(set(stand_ins[-spec.kept_layers :])))
+    if stand_ins and (apart := spec.activations.apart):  # of the layers that are left
+        left = spec.activations.with_apart(len(set(stand_ins[-apart:])))
+        spec = replace(spec, activations=left)
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with KeepingFakeMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora():
-        run = _run_shards if spec.divided else _run_whole
+        run = _run_shards if spec.sharing.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
 
@@ -108,11 +109,11 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
 
 def _group_of(spec: StepSpec) -> AbstractContextManager[None]:
     """A process group for the processes that divide tokens, if there are any."""
-    if spec.sequence_ranks == 1:
+    if not spec.sharing.divides_tokens:
         return nullcontext()
     from sft_play.sizing.sharded import silent_group
 
-    return silent_group(spec.sequence_ranks)
+    return silent_group(spec.sharing.sequence_ranks)
 
 
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
@@ -131,8 +132,8 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
     before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
-    replicas = 2 if spec.replicated else 1
-    with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
+    replicas = 2 if spec.sharing.replicated else 1
+    with silent_group(spec.sharing.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
         with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else torch.no_grad():
@@ -168,7 +169,7 @@ def _settings(spec: StepSpec) -> dict[str, Any]:
         cuda=spec.device == "cuda",
         supervised=spec.supervised(spec.batch),
         eval_supervised=spec.eval_supervised,
-        autocast=AUTOCAST.get(spec.mixed_precision),
+        autocast=AUTOCAST.get(spec.precision.autocast),
         threads=spec.threads,
         scratch=spec.scratch,
     )
@@ -201,8 +202,8 @@ def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
     if spec.mlp_tile:
         tile_mlps(model, spec.mlp_tile)
-    if spec.activations != "keep":
-        recompute(model, kept_layers=spec.kept_layers, offload=spec.activations == "offload")
+    if spec.activations.recomputes:
+        recompute(model, spec.activations)
         if spec.mode != "full":
             model.enable_input_require_grads()
     model.train()
@@ -229,13 +230,13 @@ def _optimizer_with_states(
     recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
     with unset_fake_temporarily():  # bitsandbytes computes tables
         optimizer = make_optimizer(spec.optimizer, parameters)
-    copied = spec.offload and spec.device == "cuda"
+    copied = spec.sharing.offloads and spec.device == "cuda"
     for owner in (*range(len(layers)), WHOLE_MODEL):
         recorder.begin("forward", owner)
         for parameter in (p for p in parameters if owner_of[p] == owner):
             if not spec.accumulates:
                 parameter.grad = None
-            elif not spec.divided or (copied and parameter.grad is not None):
+            elif not spec.sharing.divided or (copied and parameter.grad is not None):
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")
@@ -311,9 +312,9 @@ def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu")
     if spec.joined:
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
-    if spec.sequence_ranks > 1:
+    if spec.sharing.divides_tokens:
         with unset_fake_temporarily():
-            part = part_of_group(spec.sequence_ranks, GROUP_TIMEOUT_S)
+            part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)
         assert part
         batch |= {"labels": None, "shift_labels": batch["labels"], KEY: part.group}
     return batch
@@ -344,7 +345,7 @@ def run_step(
     recorder.begin("optimizer")
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors
-    foreach = spec.device == "cuda" and not spec.divided
+    foreach = spec.device == "cuda" and not spec.sharing.divided
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -357,7 +358,7 @@ def run_step(
 
 def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
-    device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
+    device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.precision.autocast)
     autocast = torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()
     with autocast:
         return token_loss(model, batch, router_weight=1.0)

@@ -15,6 +15,7 @@ from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.recomputation import adjust
+from sft_play.parts import Activations
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.nonfinite import (
@@ -65,8 +66,7 @@ class PlannedTrainer(SFTTrainer):
         rows: MicroBatches,
         eval_collator: Any,
         engine: Engine,
-        kept_layers: int,
-        offloads_activations: bool,
+        activations: Activations,
         checkpoint_parts: int,
         writer: CheckpointWriter,
         skipped: SkippedSteps,
@@ -79,7 +79,7 @@ class PlannedTrainer(SFTTrainer):
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
         self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
         self._nvme_path = nvme_path
-        self._kept_layers, self._offloads_activations = kept_layers, offloads_activations
+        self._activations = activations
         self._step_loss: torch.Tensor | float = 0.0
         self._balance: list[torch.Tensor] = []  # of this process's micro-batches since the last record
         add_loss_head(self.model)
@@ -282,7 +282,7 @@ class PlannedTrainer(SFTTrainer):
 
         The library has just turned recomputation on, for all layers alike.
         """
-        adjust(self.model, kept_layers=self._kept_layers, offload=self._offloads_activations)
+        adjust(self.model, self._activations)
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         moved = checkpoint and not is_split_as(checkpoint, self._engine, self._checkpoint_parts)
         loaded = None if moved else resume_from_checkpoint

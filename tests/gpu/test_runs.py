@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu_cases import measured_cases, predict, spec_from_json
 from benchmarks.sizing_gpu import local_target, run_case, with_errors
+from benchmarks.steps import step_with
 from sft_play.machine.gpus import detect
 from sft_play.runlog import RunDir, read_json
 from sft_play.units import MIB
@@ -98,8 +99,8 @@ def test_a_measured_step_has_the_predicted_peaks(device, place):
 
 def test_a_step_with_inputs_of_layers_in_ram_has_the_predicted_peaks_on_a_gpu(only_gpu):
     target = local_target(only_gpu)
-    case = next(c for c in measured_cases(target, quick=True) if c.spec.activations == "recompute")
-    spec = replace(case.spec, activations="offload")
+    case = next(c for c in measured_cases(target, quick=True) if c.spec.activations.policy == "recompute")
+    spec = step_with(case.spec, activations="offload")
     line = run_case(replace(case, spec=spec), only_gpu)
     assert line["measured"]["problem"] is None
     row = with_errors(line, predict(line["model"], spec_from_json(line["spec"]), target))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.step_time import flop
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.estimator import Traces
@@ -52,7 +53,7 @@ def test_frozen_weights_have_no_weight_gradients():
 
 
 def test_checkpointing_adds_a_forward_pass_of_the_layers():
-    kept, recomputed = (passes(replace(SPEC, activations=way)) for way in ("keep", "recompute"))
+    kept, recomputed = (passes(step_with(SPEC, activations=way)) for way in ("keep", "recompute"))
     last = 5 * 256 * 704  # nothing needs the output of a layer's last product
     assert recomputed[0] == kept[0]
     assert recomputed[1] - kept[1] == pytest.approx(2 * (BODY - last) * TOKENS, rel=1e-3)
@@ -124,7 +125,7 @@ def test_tiles_of_the_loss_that_are_not_traced_count(device, passes_of_head):
 
 
 def test_a_gpu_attends_and_unpacks_in_kernels_that_are_not_traced():
-    spec = StepSpec(
+    spec = step_of(
         mode="qlora", dtype="bfloat16", mixed_precision="bf16", device="cuda", batch=PaddedRows(2, 64)
     )
     work = trace_step(CONFIG, spec).work

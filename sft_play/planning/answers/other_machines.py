@@ -205,7 +205,7 @@ def plans_by_mode(
             "gradient_checkpointing": plan.activations.recomputes,
             "engine": plan.sharing.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(run.in_groups_of(plan.sharing.sequence_ranks), plan),
+            "least_bytes": _least_bytes(run.in_groups_as(plan.sharing), plan),
             "tokens_per_second": run.facts.tokens_per_second(plan),
             "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
         }

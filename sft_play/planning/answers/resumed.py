@@ -31,7 +31,7 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
     A plan with which memory has run out does not fit.
     """
     ways = _ways_of(earlier, request.config.parallel)
-    again = request.in_groups_of(earlier.sharing.sequence_ranks).changed(ways)
+    again = request.in_groups_as(earlier.sharing).changed(ways)
     try:
         plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
     except (DoesNotFitError, ConfigError):

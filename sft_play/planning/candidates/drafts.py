@@ -7,11 +7,10 @@ from itertools import product
 from sft_play.choices.engines import WHOLE
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
-from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
-from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
+from sft_play.parts import Batch, Precision, Rows, Schedule, Sharing, ways
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
 from sft_play.reasons import method
@@ -166,7 +165,7 @@ def draft_plans(
             compute_capability=device.compute_capability,
         )
         for sharing, activations, split in product(
-            _sharings(config, device, world_size, machines), _ways(train, device), splits
+            _sharings(config, device, world_size, machines), ways(train, device.kind), splits
         )
     ]
 
@@ -178,7 +177,7 @@ def by_offload(
 
     What nobody asked for, and takes longer by nobody knows how much, is left out.
     """
-    auto, chosen = config.train.asked_activations == "auto", config.train.mlp_tiles == "auto"
+    auto, chosen = config.train.asked_activations == "auto", not config.train.asks_tiles
 
     def last_resorts(draft: Plan) -> tuple[bool, ...]:
         in_ram = auto and draft.activations.policy == "offload"
@@ -209,18 +208,6 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
                 defers_exchange=waits and engine.can_defer and place == "none",
                 reshard_after_forward=not (keeps and engine.can_keep_gathered),
             )
-
-
-def _ways(train: TrainConfig, device: Device) -> Iterator[Activations]:
-    """What may become of activations; a CPU has no other memory to offload to, compiled layers cannot."""
-    if train.asked_activations != "auto":
-        yield Activations(policy=train.asked_activations)
-        return
-    if train.mlp_tiles in ("auto", 1):
-        yield Activations()
-    yield Activations(policy="recompute")
-    if device.kind == "cuda" and not train.compile:
-        yield Activations(policy="offload")
 
 
 def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ than what attention needs beside them, so more would save little, and each has t
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
+from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.reasons.choices import Tiles
 
@@ -20,10 +22,18 @@ SAVED = ("activations", "temporaries")  # terms of a peak that tiles make smalle
 def may_tile(config: RunConfig, longest: int) -> bool:
     """Whether plans for rows of up to so many tokens may have MLPs in tiles: if asked for, or long enough."""
     if config.train.mlp_tiles != "auto":
-        return config.train.mlp_tiles > 1
+        return config.train.asks_tiles
     own = longest // config.parallel.sequence_ranks
     can = config.train.asked_activations != "keep" and not config.train.compile
     return can and own >= FEWEST * TILE_TOKENS
+
+
+def untiled(train: TrainConfig, model_type: str) -> ConfigError:
+    """That the layers of such a model cannot do what is asked for."""
+    return ConfigError(
+        f"train.mlp_tiles={train.mlp_tiles}: the layers of {model_type} have no MLP that can compute in "
+        "tiles (mixtures of experts have none); set train.mlp_tiles=auto"
+    )
 
 
 def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
@@ -36,7 +46,8 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
         most = min(MOST, draft.rows.most_tokens // draft.sharing.sequence_ranks // TILE_TOKENS)
         counts = (1, most) if train.mlp_tiles == "auto" else (train.mlp_tiles,)
         for count in counts if draft.activations.recomputes else (1,):
-            found.append(replace(draft, activations=replace(draft.activations, mlp_tiles=count)))
+            tiled = replace(draft.activations, mlp_tiles=count)
+            found.append(replace(draft, activations=tiled))
     return found
 
 
@@ -47,13 +58,12 @@ def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
         memory.process_bytes - sum(memory.terms.get(term, 0) for term in SAVED) < memory.budget_bytes
         for memory in memories
     )
-    return [draft for draft in drafts if draft.activations.mlp_tiles == 1 or could_fit or not sized]
+    return [draft for draft in drafts if could_fit or not draft.activations.in_tiles or not sized]
 
 
 def why_tiled(train: TrainConfig, plan: Plan) -> list[Tiles]:
     """What is said of a plan whose MLPs compute in tiles."""
-    if plan.activations.mlp_tiles == 1:
+    if not plan.activations.in_tiles:
         return []
-    return [
-        Tiles(plan.activations.mlp_tiles, plan.mlp_tile, "exceed" if train.mlp_tiles == "auto" else "config")
-    ]
+    cause: Any = "config" if train.asks_tiles else "exceed"
+    return [Tiles(plan.activations.mlp_tiles, plan.mlp_tile, cause)]

@@ -37,5 +37,5 @@ def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> 
     if config.tuning.mode == "qlora":
         size = architecture.modules.four_bit_bytes
     else:
-        size = architecture.modules.weights * BYTES_PER_ELEMENT[StepSpec.of(config, plan).dtype]
+        size = architecture.modules.weights * BYTES_PER_ELEMENT[StepSpec.of(config, plan).precision.dtype]
     return size // plan.sharing.shards if engine_of(plan.sharing.engine).shards_weights else size

@@ -299,8 +299,8 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers
         return Activations("offload", cause, device=chosen.device, host=host)
     if asked != "auto":
         return Activations(way.policy, "config")
-    if way.kept_layers:
-        return Activations(way.policy, "exceed", kept_layers=way.kept_layers, layers=layers)
+    if way.partly_kept:
+        return Activations(way.policy, "exceed", kept=way.apart, layers=layers)
     if not way.recomputes:
         return Activations("keep", "fit")
     needed = all(map(_recomputing, fitting))

@@ -13,10 +13,10 @@ from math import inf
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
+from sft_play.parts import MOST_SHARDS
 from sft_play.plan import Estimator, Plan
 from sft_play.reasons.choices import GatheredWeights
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.step import MOST_SHARDS
 
 # Each process has the scales of all NF4 weights: absmax of 64 in a byte, and fp32 for 256 of these, beside
 # half a byte for each element.

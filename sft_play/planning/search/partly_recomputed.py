@@ -56,7 +56,7 @@ def partly_recomputed(
 
 
 def _keeping(plan: Plan, count: int) -> Plan:
-    return replace(plan, activations=replace(plan.activations, kept_layers=count))
+    return replace(plan, activations=plan.activations.with_apart(count))
 
 
 def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: float) -> int:
@@ -77,7 +77,7 @@ def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -
     """
     assert plan.memory
     tried, fits, misfits = [plan], plan, layers
-    while left := range(max(fits.activations.kept_layers + 1, fewest), misfits):
+    while left := range(max(fits.activations.apart + 1, fewest), misfits):
         guess = _guess(plan.memory, tried[-1]) if len(tried) in (2, 3) else left[len(left) // 2]
         count = min(max(guess, left[0]), left[-1])
         mixed = _keeping(plan, count)
@@ -86,7 +86,7 @@ def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -
             fits = tried[-1]
         else:
             misfits = count
-    return fits if fits.activations.kept_layers else None
+    return fits if fits.activations.apart else None
 
 
 def _guess(without: Memory, tried: Plan) -> int:
@@ -94,7 +94,7 @@ def _guess(without: Memory, tried: Plan) -> int:
     assert tried.memory
     more = tried.memory.process_bytes - without.process_bytes
     free = without.budget_bytes - without.process_bytes
-    return free * tried.activations.kept_layers // max(more, 1)
+    return free * tried.activations.apart // max(more, 1)
 
 
 def _fits(plan: Plan) -> bool:

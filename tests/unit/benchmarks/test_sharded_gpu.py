@@ -13,9 +13,9 @@ def test_all_gpus_divide_the_model_and_one_alone_keeps_it_in_ram(gpus):
     cases = sharded_cases(CPU, gpus, quick=True)
     assert len({case.key for case in cases}) == len(cases)
     assert {case.spec.mode for case in cases} == {"full", "lora", "qlora"}
-    divided = {case.spec.shards for case in cases if not case.spec.offload}
-    in_ram = {case.spec.shards for case in cases if case.spec.offload}
-    assert sum(not case.spec.reshard_after_forward for case in cases) == (gpus > 1)
+    divided = {case.spec.sharing.shards for case in cases if not case.spec.sharing.offloads}
+    in_ram = {case.spec.sharing.shards for case in cases if case.spec.sharing.offloads}
+    assert sum(not case.spec.sharing.reshard_after_forward for case in cases) == (gpus > 1)
     assert (divided, in_ram) == (({4}, set()) if gpus == 4 else ({2}, {1}))
 
 

@@ -21,6 +21,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.measurement_log import MeasurementLog
 from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case, with_errors
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.sizing.phase_meter import CudaMeter
@@ -32,7 +33,7 @@ HERE = Target("cpu", "the CPU")
 
 
 def small_spec(**changes) -> StepSpec:
-    return StepSpec(**{"mode": "lora", "lora": LoraSettings(r=4), "batch": PaddedRows(2, 32), **changes})
+    return step_of(**{"mode": "lora", "lora": LoraSettings(r=4), "batch": PaddedRows(2, 32), **changes})
 
 
 def tuning(spec: StepSpec) -> TuningConfig:
@@ -42,7 +43,7 @@ def tuning(spec: StepSpec) -> TuningConfig:
 def test_the_grid_is_the_issues_and_any_first_part_of_it_has_every_model_and_mode():
     cases = measured_cases(H200, quick=False)
     assert len(cases) >= 60 and len({case.key for case in cases}) == len(cases)
-    assert {case.spec.activations for case in cases} == {"keep", "recompute"}
+    assert {case.spec.activations.policy for case in cases} == {"keep", "recompute"}
     assert {case.spec.joined for case in cases} == {True, False}
     assert {case.spec.longest_sequence for case in cases} == {512, 1024, 2048, 4096, 8192}
     everything = {(case.model, case.spec.mode) for case in cases}

@@ -15,6 +15,7 @@ from sft_play.model import compilation, float8
 from sft_play.model.compilation import compile_layers
 from sft_play.model.loss_head import add_loss_head, score_batch, token_loss
 from sft_play.model.recomputation import recompute
+from sft_play.parts import RECOMPUTED
 from sft_play.sizing.trace import prepare_for_training, trained_parameters
 from tests.packages import needs_torchao
 
@@ -40,7 +41,7 @@ def trained(
     add_loss_head(model)
     prepare_for_training(model, spec)
     if way != "keep":
-        recompute(model, kept_layers=int(way == "some"))
+        recompute(model, RECOMPUTED.with_apart(int(way == "some")))
         if mode != "full":
             model.enable_input_require_grads()
     names = sorted(model.state_dict())

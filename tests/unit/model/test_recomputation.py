@@ -13,13 +13,15 @@ from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model import inputs_in_ram, recomputation
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.loss_head import add_loss_head
+from sft_play.parts import RECOMPUTED, Activations
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch
 
+KEPT = Activations()
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
 
 
-def gradients(name, spec, **how):
+def gradients(name, spec, how=KEPT):
     """Of all that is trained, and how often tensors were brought back from RAM."""
     torch.manual_seed(0)
     dropout = 0.0 if name == "qwen3_moe" else 0.1  # which fused experts do not allow
@@ -28,13 +30,13 @@ def gradients(name, spec, **how):
     )
     model = random_model(small_config(name, SMALL), spec, tuning, torch.device("cpu"))
     add_loss_head(model)
-    if how:
-        recomputation.recompute(model, **how)
+    if how.recomputes:
+        recomputation.recompute(model, how)
         if spec.mode != "full":
             model.enable_input_require_grads()
     base = model.get_base_model() if spec.mode != "full" else model
     recomputed = [layer.gradient_checkpointing for layer in decoder_layers(base)[2]]
-    kept = how.get("kept_layers", 0) if how else 4
+    kept = how.apart if how.recomputes else 4
     assert recomputed == [True] * (4 - kept) + [False] * kept
     model.train()
     torch.manual_seed(1)
@@ -49,8 +51,9 @@ def gradients(name, spec, **how):
 def test_no_gradient_depends_on_what_is_recomputed(name, mode, batch):
     spec = StepSpec(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4))
     expected = gradients(name, spec)
-    for how in (dict(kept_layers=0), dict(kept_layers=1), dict(kept_layers=3), dict(offload=True)):
-        found = gradients(name, spec, **how)
+    ways = (RECOMPUTED, RECOMPUTED.with_apart(1), RECOMPUTED.with_apart(3), Activations(policy="offload"))
+    for how in ways:
+        found = gradients(name, spec, how)
         assert found.keys() == expected.keys() and len(found) > 8
         assert all(torch.equal(found[path], expected[path]) for path in expected), how
 
@@ -89,7 +92,7 @@ def test_inputs_are_waited_for_and_come_back_one_layer_ahead(monkeypatch, mode, 
     spec = StepSpec(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4))
     expected, slow = gradients("llama", spec), LateLink()
     monkeypatch.setattr(inputs_in_ram, "link_to", slow.link)
-    found = gradients("llama", spec, offload=True)
+    found = gradients("llama", spec, Activations(policy="offload"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[path], expected[path]) for path in expected)
     forward_pass = ["to RAM", "waited for to RAM"] * 4

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.random_models import random_model
 from benchmarks.small_models import NAMES, WIDE, small_config
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model import tiled_mlp
 from sft_play.model.architecture import decoder_layers, empty_model
@@ -46,7 +47,7 @@ def gradients(name: str, spec: StepSpec, dropout: float = 0.0, layers: int = 2) 
     [("llama", PaddedRows(3, 35)), ("gemma3_text", JoinedRows(96)), ("gpt2", JoinedRows(96))],
 )
 def test_tiles_change_neither_loss_nor_gradients(name, batch, mode):
-    spec = StepSpec(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4), activations="recompute")
+    spec = step_of(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4), activations="recompute")
     whole = gradients(name, spec)
     for tile in (32, 50):
         tiled = gradients(name, replace(spec, mlp_tile=tile))
@@ -57,7 +58,7 @@ def test_tiles_change_neither_loss_nor_gradients(name, batch, mode):
 
 
 def test_a_tile_is_computed_again_with_the_dropout_that_it_had(monkeypatch):
-    spec = StepSpec(mode="lora", batch=JoinedRows(96), longest=48, activations="recompute", mlp_tile=32)
+    spec = step_of(mode="lora", batch=JoinedRows(96), longest=48, activations="recompute", mlp_tile=32)
     again = gradients("llama", spec, dropout=0.3)
     monkeypatch.setattr(tiled_mlp, "checkpoint", lambda function, tile, **_: function(tile))
     once = gradients("llama", spec, dropout=0.3)
@@ -74,7 +75,7 @@ def test_a_tile_is_computed_three_times_and_the_last_one_twice(monkeypatch):
         return real(forward, tile)
 
     monkeypatch.setattr(tiled_mlp, "_with_own_casts", counted)
-    spec = StepSpec(mode="full", batch=PaddedRows(2, 50), activations="recompute", mlp_tile=40)
+    spec = step_of(mode="full", batch=PaddedRows(2, 50), activations="recompute", mlp_tile=40)
     gradients("llama", spec)
     layers, tile, last = 2, (1, 40, 256), (1, 20, 256)
     assert [shape for shape in asked if shape != tile] == [last] * 2 * layers
@@ -84,13 +85,13 @@ def test_a_tile_is_computed_three_times_and_the_last_one_twice(monkeypatch):
 @pytest.mark.thorough
 def test_gradients_of_tiles_are_added_in_the_type_of_the_weight(monkeypatch):
     """Under autocast, where the sum of a shared cast would be rounded to 16 bits after each tile."""
-    spec = StepSpec(
+    spec = step_of(
         mode="full", batch=JoinedRows(2048), longest=1024, activations="recompute", mixed_precision="bf16"
     )
-    exact = gradients("llama", replace(spec, mixed_precision="no"), layers=1)
+    exact = gradients("llama", step_with(spec, mixed_precision="no"), layers=1)
 
     def error(**changes) -> float:
-        found = gradients("llama", replace(spec, **changes), layers=1)
+        found = gradients("llama", step_with(spec, **changes), layers=1)
         wrong = [(found[path] - exact[path]).norm() / exact[path].norm() for path in exact if ".mlp." in path]
         return float(sum(wrong) / len(wrong))
 

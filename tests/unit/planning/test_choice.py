@@ -185,7 +185,7 @@ def test_as_many_layers_keep_their_activations_as_fit():
     plan, why = mixed_plan(config(batch_size=4), estimate, seconds)
     assert (plan.batch.micro, plan.activations.policy, plan.activations.kept_layers) == (4, "recompute", 8)
     assert plan.memory.peak_bytes == 20 * GIB
-    assert why[Activations] == Activations("recompute", "exceed", kept_layers=8, layers=LAYERS)
+    assert why[Activations] == Activations("recompute", "exceed", kept=8, layers=LAYERS)
     # half of them, a guess, the next one, and the result with all its parts
     assert len([each for each in asked if each.activations.kept_layers]) <= 4
     rows = {row["activations"]: row for row in plan.alternatives}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.small_models import small_config
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
 from sft_play.planning.request import Request
@@ -15,7 +16,7 @@ from sft_play.planning.speed.devices import host_link
 from sft_play.planning.speed.profile import MicroBatch, derived_from_data_sheet
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import shared_traces
-from sft_play.sizing.step import PaddedRows, StepSpec
+from sft_play.sizing.step import PaddedRows
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
@@ -26,7 +27,7 @@ LARGE = Architecture.of(
 )  # 7B
 H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
 A100 = derived_from_data_sheet("A100", "cuda", 312e12, 2.04e12)
-SPEC = StepSpec(
+SPEC = step_of(
     mode="lora", dtype="bfloat16", mixed_precision="bf16", device="cuda", batch=PaddedRows(2, 1024)
 )
 
@@ -34,7 +35,7 @@ SPEC = StepSpec(
 def step(profile=H100, tokens=8192, **changes):
     names = ("accumulation", "exchange")
     values = {name: changes.pop(name) for name in names if name in changes}
-    work = shared_traces(LARGE).work(replace(SPEC, **changes)).at(tokens)
+    work = shared_traces(LARGE).work(step_with(SPEC, **changes)).at(tokens)
     return step_seconds(work, profile, MicroBatch(tokens, tokens * 1024), **values)
 
 

@@ -88,7 +88,7 @@ SENTENCES = [
         "back, which was never measured on a GPU",
     ),
     (
-        Activations("recompute", "exceed", kept_layers=12, layers=32),
+        Activations("recompute", "exceed", kept=12, layers=32),
         "gradient checkpointing in 20 of 32 layers: stored activations of more than the last 12 would exceed the "
         "budget",
     ),

@@ -5,25 +5,28 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.budget import GIB, device_budget, host_budget
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.memory import SizedStep, estimate
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows
 from sft_play.sizing.trace import trace_step
 from sft_play.work import TRANSFER
 
 LLAMA = small_config("llama", WIDE | {"layers": 6, "vocabulary": 300})
 TOKENS = 2 * 512
 INPUT = TOKENS * 256 * 2  # bytes of the hidden states in bf16
-SPEC = StepSpec(
+SPEC = step_of(
     mode="full", lora=LoraSettings(r=4), device="cuda", dtype="bfloat16", mixed_precision="bf16",
     batch=PaddedRows(2, 512), activations="offload",
 )  # fmt: skip
 
 
 def test_the_inputs_of_all_layers_are_in_ram_and_one_of_them_on_the_gpu():
-    offloaded, here = (trace_step(LLAMA, replace(SPEC, activations=way)) for way in ("offload", "recompute"))
+    offloaded, here = (
+        trace_step(LLAMA, step_with(SPEC, activations=way)) for way in ("offload", "recompute")
+    )
     ram = offloaded.step.in_ram().peaks()
     assert ram["forward"].terms["activations"] == ram["forward"].bytes == 6 * INPUT
     assert ram["optimizer"].bytes == 0
@@ -50,7 +53,7 @@ def test_each_input_is_copied_there_and_back_once():
     ],
 )
 def test_few_layers_represent_all_of_them_in_both_places(changes):
-    few, full = (trace_step(LLAMA, replace(SPEC, **changes), all_layers=every) for every in (False, True))
+    few, full = (trace_step(LLAMA, step_with(SPEC, **changes), all_layers=every) for every in (False, True))
     assert few.stand_ins and not full.stand_ins
     for place in ("on_device", "in_ram"):
         ours, theirs = (getattr(one.step, place)().peaks() for one in (few, full))

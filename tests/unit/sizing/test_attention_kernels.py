@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, MistralConfig
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.catalogue import SPECS_FILE, find_specs
 from sft_play.model import attention_table
@@ -26,7 +27,7 @@ from sft_play.sizing.attention_kernels import (
     varlen_attention,
 )
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows
 from sft_play.sizing.trace import trace_step
 
 T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
@@ -151,11 +152,11 @@ def test_the_math_kernel_writes_all_scores():
 
 
 def largest_block(capability, **changes):
-    spec = StepSpec(
+    spec = step_of(
         mode="lora", lora=LoraSettings(r=4), dtype="float16", mixed_precision="fp16", batch=PaddedRows(1, 1024),
         device="cuda", compute_capability=capability,
     )  # fmt: skip
-    trace = trace_step(small_config("qwen3", WIDE), replace(spec, **changes))
+    trace = trace_step(small_config("qwen3", WIDE), step_with(spec, **changes))
     inside = trace.owners >= 0
     return trace.sizes[inside].max()
 
@@ -215,11 +216,11 @@ JOINED = JoinedRows(1000)
 
 
 def joined_spec(capability, **changes):
-    spec = StepSpec(
+    spec = step_of(
         mode="lora", lora=LoraSettings(r=4), dtype="bfloat16", mixed_precision="bf16",
         device="cuda", compute_capability=capability, batch=JOINED,
     )  # fmt: skip
-    return replace(spec, **changes)
+    return step_with(spec, **changes)
 
 
 def accumulators(spec, heads=4, key_heads=2, head_dim=64):
@@ -283,7 +284,7 @@ def test_each_sequence_more_costs_a_tile_in_the_traced_step():
 
 @pytest.mark.parametrize(("dropout", "one_call"), [(0.1, False), (0.0, True)])
 def test_joined_rows_take_one_call_unless_attention_has_dropout_by_any_name(dropout, one_call):
-    spec = StepSpec(
+    spec = step_of(
         mode="full", dtype="bfloat16", mixed_precision="bf16", device="cuda",
         compute_capability=(9, 0), batch=JoinedRows(128),
     )  # fmt: skip

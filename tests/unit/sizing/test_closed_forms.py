@@ -12,10 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import SymbolicRecorder
-from sft_play.sizing.step import PaddedRows, StepSpec
+from sft_play.sizing.step import PaddedRows
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import TERMS, StepTrace
 
@@ -90,7 +91,7 @@ def value(form: str, g) -> int:
 
 def traced(name, g, **spec) -> StepTrace:
     return trace_step(
-        small(name, g), StepSpec(batch=PaddedRows(ROWS, ROW_TOKENS), lora=LoraSettings(r=RANK), **spec)
+        small(name, g), step_of(batch=PaddedRows(ROWS, ROW_TOKENS), lora=LoraSettings(r=RANK), **spec)
     )
 
 

@@ -7,10 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing import fake_results
 from sft_play.sizing.fake_results import KeepingFakeMode
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows
 from sft_play.sizing.trace import trace_step
 
 GPU = {"dtype": "bfloat16", "mixed_precision": "bf16", "device": "cuda"}
@@ -35,7 +36,7 @@ def traced(request):
     """`traced()`: the trace of a case."""
     name, changes = CASES[request.param]
     config = small_config(name, WIDE | {"layers": 3, "vocabulary": 300})
-    return lambda: trace_step(config, StepSpec(**changes))
+    return lambda: trace_step(config, step_of(**changes))
 
 
 def bytes_of(trace) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.cpu_meter import measure_step
 from benchmarks.random_models import random_model
 from benchmarks.small_models import TALL, WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.choices.optimizers import OPTIMIZERS, PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.extras import install_command
@@ -79,7 +80,7 @@ NO_PACKAGE = pytest.mark.skipif(
 def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(method, settings):
     config = small_config("llama", TALL | {"layers": 4})
     lora = LORA if method == FULL else method
-    spec = StepSpec(
+    spec = step_of(
         mode="full" if method == FULL else "lora", lora=lora, **{"batch": PaddedRows(3, 32), **settings}
     )
     model = random_model(config, spec, TuningConfig(mode=spec.mode, lora=lora), torch.device("cpu"))

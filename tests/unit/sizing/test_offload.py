@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.registry import engine_of
 from sft_play.sizing.budget import GIB, device_budget, host_budget
@@ -21,7 +22,7 @@ def spec(**changes) -> StepSpec:
     settings = dict(
         mode="full", lora=LoraSettings(r=4), batch=PaddedRows(2, 128), device="cuda", offload=True
     )
-    return StepSpec(**settings | changes)
+    return step_of(**settings | changes)
 
 
 @pytest.fixture(scope="module")

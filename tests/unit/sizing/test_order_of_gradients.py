@@ -5,6 +5,7 @@ import pytest
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters import attach_adapter
 from sft_play.sizing.fake import trained_elements
@@ -29,7 +30,7 @@ SMALL = WIDE | {"layers": 5, "vocabulary": 300}
 )
 def test_a_buffer_can_begin_with_the_first_gradient(mode, activations, lora, found):
     """That of a layer that is recomputed comes after this, when what the recomputation freed is gone."""
-    spec = StepSpec(mode=mode, activations=activations, lora=lora, batch=PaddedRows(2, 32))
+    spec = step_of(mode=mode, activations=activations, lora=lora, batch=PaddedRows(2, 32))
     step = trace_step(small_config("llama", SMALL), spec).step
     line = step.timeline
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.steps import step_of
 from sft_play.config.schema import RunConfig
 from sft_play.planning.explain import scratch_reasons
 from sft_play.sizing import product_scratch, step
 from sft_play.sizing.product_scratch import MEASURED, Product, ScratchRule, rule_of
-from sft_play.sizing.step import JoinedRows, StepSpec
+from sft_play.sizing.step import JoinedRows
 from sft_play.sizing.trace import trace_step
 from tests.plans import plan_with
 from tests.unit.sizing.test_cpu_kernels import allocated, peak, recorded
@@ -70,7 +71,7 @@ def test_the_trace_counts_the_scratch_of_a_rule():
     rules = tuple((name, ScratchRule(4, 0, 0, 128)) for name in ("mm", "addmm", "bmm"))
 
     def peaks(**changes) -> dict[str, int]:
-        spec = StepSpec(mode="full", batch=JoinedRows(TOKENS), device="cpu", **changes)
+        spec = step_of(mode="full", batch=JoinedRows(TOKENS), device="cpu", **changes)
         return {name: peak.bytes for name, peak in trace_step(config, spec).step.peaks().items()}
 
     plain, counted = peaks(mixed_precision="bf16"), peaks(mixed_precision="bf16", scratch=rules)
@@ -98,7 +99,7 @@ def test_nothing_is_measured_twice_and_another_level_of_onednn_is_another_proces
     product_scratch.product_scratch("bfloat16", 2)
     product_scratch.product_scratch("float32", 2)
     assert len(measured) == 2
-    assert StepSpec(mode="full", mixed_precision="bf16").on_this_cpu(2).scratch == found
+    assert step_of(mode="full", mixed_precision="bf16").on_this_cpu(2).scratch == found
 
 
 def test_a_plan_says_that_no_rule_describes_the_products_of_its_cpu(monkeypatch):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.small_models import TALL, WIDE, small_config
+from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
@@ -33,7 +34,7 @@ def spec(**changes) -> StepSpec:
     settings = dict(
         mode="full", lora=LoraSettings(r=4), batch=PaddedRows(2, 128), shards=2, accumulates=False
     )
-    return StepSpec(**settings | changes)
+    return step_of(**settings | changes)
 
 
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
@@ -338,7 +339,7 @@ def test_an_engine_that_divides_weights_keeps_no_whole_gradients(engine, accumul
         micro_batch_tokens=256,
     )
     found = StepSpec.of(run, plan)
-    assert (found.shards, found.accumulates) == (shards, accumulates)
+    assert (found.sharing.shards, found.accumulates) == (shards, accumulates)
 
 
 @pytest.mark.thorough

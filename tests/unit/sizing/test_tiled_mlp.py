@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks.small_models import WIDE, small_config
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.estimator import Traces
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows
 from sft_play.sizing.trace import trace_step
 from sft_play.work import PRODUCT
 from tests.unit.sizing.real_step import require_predicted
@@ -16,7 +17,7 @@ from tests.unit.sizing.real_step import require_predicted
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 6, "vocabulary": 300}
 LLAMA = small_config("llama", SMALL)
-SPEC = StepSpec(mode="full", lora=LORA, activations="recompute", batch=PaddedRows(2, 128), mlp_tile=64)
+SPEC = step_of(mode="full", lora=LORA, activations="recompute", batch=PaddedRows(2, 128), mlp_tile=64)
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 
 
@@ -38,7 +39,7 @@ def slow(*values: Any) -> Any:
 def test_few_layers_represent_all_to_the_byte(name, changes):
     """But for the norms of gradients, of which the traced layers have fewer, and QLoRA's order of loading."""
     config = small_config(name, SMALL, **(dict(sliding_window=64) if name == "gemma3_text" else {}))
-    few, full = (trace_step(config, replace(SPEC, **changes), all_layers=each) for each in (False, True))
+    few, full = (trace_step(config, step_with(SPEC, **changes), all_layers=each) for each in (False, True))
     assert few.stand_ins and not full.stand_ins
     for place in ("on_device", "in_ram"):
         ours, theirs = (getattr(one.step, place)().peaks() for one in (few, full))
@@ -64,7 +65,7 @@ def test_tiles_take_less_forward_backward_and_in_evaluation():
     batch = dict(
         batch=JoinedRows(1024), longest=1024, supervised_share=0.05
     )  # so that no phase ends in the head
-    spec = replace(SPEC, mode="lora", **batch, **ON_GPU)
+    spec = step_with(SPEC, mode="lora", **batch, **ON_GPU)
     whole, tiled = (trace_step(wide, replace(spec, mlp_tile=tile)) for tile in (0, 128))
     before, after = whole.step.peaks(), tiled.step.peaks()
     intermediate = 1024 * 2048 * 2  # gate, up or their product, in bf16

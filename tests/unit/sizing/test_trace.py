@@ -14,6 +14,7 @@ from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from benchmarks.step_time import flop
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
 from sft_play.model import attention
@@ -39,7 +40,7 @@ def real_base(config, implementation=attention.NAME):
 
 
 def on_gpu(**changes) -> StepSpec:
-    return StepSpec(
+    return step_of(
         **{
             "dtype": "bfloat16",
             "mixed_precision": "bf16",
@@ -115,7 +116,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
     if not folder.exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    spec = StepSpec(
+    spec = step_of(
         mode=mode,
         lora=LORA,
         activations="recompute" if checkpointing else "keep",
@@ -149,7 +150,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_the_real_step_with_dora_allocates_what_the_trace_says(mode):
     lora = LoraSettings(r=4, use_dora=True)
-    spec = StepSpec(mode=mode, lora=lora, activations="recompute", batch=PaddedRows(3, 64), longest=64)
+    spec = step_of(mode=mode, lora=lora, activations="recompute", batch=PaddedRows(3, 64), longest=64)
     require_predicted(small_config("qwen3", TALL | {"layers": 4}), spec)
 
 
@@ -356,7 +357,7 @@ def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, m
     traces = Traces(small_config("llama", SMALL))
     kind = replace(on_gpu(mode=mode), device=device, longest=100)
     if device == "cpu":  # under its autocast nothing follows from other traces
-        kind = replace(kind, mixed_precision="no")
+        kind = step_with(kind, mixed_precision="no")
     for rows, share in ((2903, 0.6), (1511, 0.65), (2405, 0.55)):
         spec = replace(kind, batch=JoinedRows(rows), supervised_share=share)
         alone = trace_step(traces.architecture.config, spec)
