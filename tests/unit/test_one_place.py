@@ -28,7 +28,18 @@ OTHERS = {
     "engines/zero3.py": "a refusal that names the engines to use instead",
 }
 # Of a knob that has no table: the files that know it.
-KNOBS: dict[str, set[str]] = {}
+KNOBS = {
+    "kept_layers": {"parts.py", "model/recomputation.py"},
+    "mlp_tiles": {
+        "parts.py",
+        "config/train.py",
+        "config/conflicts.py",
+        "planning/candidates/tiles.py",
+        "planning/answers/context.py",
+        "report/choices.py",
+        "report/context.py",
+    },
+}
 
 
 @cache
