@@ -69,7 +69,7 @@ from sft_play.sizing.step import step_code
 from sft_play.train.probe import probe
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
-from sft_play.train.trainer import NoiseOfStep, forget_embeddings
+from sft_play.train.trainer import forget_embeddings
 from sft_play.ui.console import console, quiet_libraries
 
 RUNS, SEED = 100, 7
@@ -141,7 +141,7 @@ def measure(job: Job, meter: ctypes.CDLL, *, probes: bool) -> dict[str, int]:
     trainer.begin_phase = marks.begin
     for name in ("data_collator", "_train_collator", "_eval_collator"):
         setattr(trainer, name, _counted(getattr(trainer, name)))
-    callbacks = [DefaultFlowCallback, NoiseOfStep(), marks]
+    callbacks = [DefaultFlowCallback, marks]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, job.tokenizer, None, None)
     trainer.train_dataset = concatenate_datasets([trainer.train_dataset] * 2)
     args.max_steps = 2 * steps

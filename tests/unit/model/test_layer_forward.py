@@ -90,14 +90,14 @@ def norms(kind):
     torch.nn.init.normal_(theirs.weight, 1, 0.3)
     ours = copy.deepcopy(theirs)
     layer_forward.replace_forwards(ours)
-    assert replaced(ours) == ["_norm_forward"]
+    assert replaced(ours) == ["norm_forward"]
     x = torch.randn(TOKENS, SIZE)
     return results(theirs, x), results(ours, x)
 
 
 def rotations(kind):
     """Results of what an attention rotates queries and keys with, and of what it calls in our forward pass."""
-    ours = layer_forward._replacement(kind)
+    ours = layer_forward._replacement(kind, layer_forward)
     assert "apply_rotary_pos_emb" in ours.__code__.co_names
     heads = torch.randn(1, 4, TOKENS, SIZE), torch.randn(1, 2, TOKENS, SIZE)
     angles = torch.randn(2, 1, TOKENS, SIZE)
@@ -124,9 +124,9 @@ def test_what_has_the_code_of_llama_computes_what_it_does(family):
         for kind in vars(library).values()
         if isinstance(kind, type) and kind.__module__ == library.__name__
     ]
-    ours = {kind: layer_forward._replacement(kind) for kind in kinds if issubclass(kind, torch.nn.Module)}
+    ours = {kind: layer_forward._replacement(kind, layer_forward) for kind in kinds if issubclass(kind, torch.nn.Module)}
     found = {
-        kind: norms(kind) if forward is layer_forward._norm_forward else rotations(kind)
+        kind: norms(kind) if forward is layer_forward.norm_forward else rotations(kind)
         for kind, forward in ours.items()
         if forward
     }
@@ -155,7 +155,7 @@ def test_a_norm_in_16_bit_is_computed_in_fp32(dtype):
 
 def test_layers_of_other_code_stay_as_they_are():
     llama = base(small_config("llama", SHAPE), stock=False)
-    assert sorted(replaced(llama)) == ["_norm_forward"] * 5 + ["forward"] * 2
+    assert sorted(replaced(llama)) == ["forward"] * 2 + ["norm_forward"] * 5
     assert replaced(base(small_config("gpt2", SHAPE), stock=False)) == []
     # the same function for queries and keys, which rotates pairs in the other direction
     assert replaced(base(miniature("nanochat"), stock=False)) == []
