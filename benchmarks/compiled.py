@@ -27,7 +27,7 @@ from benchmarks.context import spec_of
 from benchmarks.heap_meter import built_meter
 from benchmarks.measurement_log import RESULTS, MeasurementLog, made_on, versions, write_result
 from benchmarks.random_cases import RandomRun
-from benchmarks.random_results import SCRATCH
+from benchmarks.random_results import TENSORS
 from benchmarks.random_runs import log_of, measure_all
 from benchmarks.sizing import CPU, build
 from benchmarks.small_models import WIDE, small_config
@@ -120,7 +120,7 @@ def row_of(run: RandomRun, plain: list[dict[str, Any]], fast: list[dict[str, Any
     problems = [each[kind] for each in (*plain, *fast) for kind in ("refused", "crashed") if kind in each]
     if problems:
         return row | {"problem": problems[0]}
-    phases = [phase for phase in fast[0]["measured"] if phase != SCRATCH]
+    phases = [phase for phase in fast[0]["measured"] if phase != TENSORS]
     row["predicted"] = {phase: fast[0]["predicted"][phase] for phase in phases}
     for name, found in (("plain", plain), ("compiled", fast)):
         row[name] = {phase: max(each["measured"][phase] for each in found) for phase in phases}

@@ -114,7 +114,7 @@ def measure(case: Case, meter: Any, offload: bool, folder: str | None = None) ->
     """
     import deepspeed
 
-    from sft_play.engines.zero3_parts import let_go, partition
+    from sft_play.engines.zero3_parts import partition
 
     spec, marks = step_of(case, distributed.get_rank(), offload), HeapMeter(meter)
     gc.collect()
@@ -140,7 +140,7 @@ def measure(case: Case, meter: Any, offload: bool, folder: str | None = None) ->
     for _ in range(STEPS):
         _step(engine, model, spec, marks)
         found.append(marks.peaks)
-    let_go(engine)
+    engine_of("deepspeed_z3").let_go(engine)
     del model, optimizer, engine, parameters
     gc.collect()
     peaks: dict[str, list[int]] = {name: [each[name] for each in found[-COUNTED:]] for name in found[-1]}
