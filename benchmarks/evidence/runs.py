@@ -57,7 +57,7 @@ class Run:
     upcast: bool = False  # PEFT's prepare_model_for_kbit_training: all that is not 4-bit in fp32
     upcast_norms: bool = False  # of 4-bit models, to fp32, as TRL did until 0.13 after PEFT's preparation
     double_quantization: bool = True
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # "adamw" is PyTorch's, with foreach
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # "adamw" is PyTorch's, with foreach
     # "shifted": the logits in fp32 are copied without the last token, as in transformers 4.48; "fused": by a
     # kernel; "linear": Liger's, which never has all logits
     loss: Literal["stock", "shifted", "fused", "linear"] = "stock"

@@ -138,7 +138,7 @@ def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
     began = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "sft_play.commands.train.train_here", lambda job, _: (began.append(job.plan), train(job))[1]
+            "sft_play.commands.train.train_here", lambda job: (began.append(job.plan), train(job))[1]
         )
         with pytest.raises(OutOfMemory, match="after 0 steps, memory ran out at micro-batch") as ended:
             train_job(job)

@@ -124,7 +124,11 @@ def test_what_has_the_code_of_llama_computes_what_it_does(family):
         for kind in vars(library).values()
         if isinstance(kind, type) and kind.__module__ == library.__name__
     ]
-    ours = {kind: layer_forward._replacement(kind, layer_forward) for kind in kinds if issubclass(kind, torch.nn.Module)}
+    ours = {
+        kind: layer_forward._replacement(kind, layer_forward)
+        for kind in kinds
+        if issubclass(kind, torch.nn.Module)
+    }
     found = {
         kind: norms(kind) if forward is layer_forward.norm_forward else rotations(kind)
         for kind, forward in ours.items()

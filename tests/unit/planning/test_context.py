@@ -107,7 +107,7 @@ def test_the_longest_row_fits_and_the_next_multiple_does_not():
 
     def micro_batch(tokens: int) -> int:
         rows = asked.changed(facts=DataFacts.full_rows(tokens, 0))
-        return fastest_plan(rows, explain=False).micro_batch_size
+        return fastest_plan(rows, explain=False).batch.micro
 
     assert micro_batch(found.longest) == 1
     with pytest.raises(Exception, match="does not fit"):

@@ -110,7 +110,7 @@ def test_what_cannot_be_divided_is_neither_chosen_nor_advised(train, gpus, model
     """Where groups of four would be enough."""
     asked = replace(request(FOUR, gpus, **train), architecture=model)
     with suppress(DoesNotFitError):  # a GPU alone has more room
-        assert gpus == fastest_plan(asked, explain=False).sequence_ranks == 1
+        assert gpus == fastest_plan(asked, explain=False).sharing.sequence_ranks == 1
     assert list(advice._fitting(asked, [advice._divisions(asked)])) == []
 
 
