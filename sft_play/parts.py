@@ -20,8 +20,6 @@ JSON_NAMES = {
     "policy": "activations",
     "autocast": "mixed_precision",
 }
-
-
 # Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
 MOST_SHARDS = 512
 
@@ -147,9 +145,8 @@ class Activations:
 
     def traced(self, device: str) -> "Activations":
         """What the memory of a device depends on; a CPU has no other memory to offload to."""
-        in_ram = self.policy == "offload" and device != "cpu"
-        policy: Policy = "offload" if in_ram else "recompute" if self.recomputes else "keep"
-        return replace(self, policy=policy, mlp_tiles=1)
+        on_cpu = self.policy == "offload" and device == "cpu"
+        return replace(self, policy="recompute" if on_cpu else self.policy, mlp_tiles=1)
 
     @property
     def uniform(self) -> "Activations":

@@ -30,7 +30,7 @@ class Optimizer:
 
     name: str
     code: str  # module and class, as transformers takes it
-    settings: dict[str, Any] = field(default_factory=dict)  # besides the bits; nothing is paged
+    settings: dict[str, Any] = field(default_factory=dict)  # of the class; nothing is paged
     state: Callable[["Optimizer", "Tensor", bool, bool], dict[str, Any]]  # as in `optimizer_state`
     says: str = ""  # in the reference, unless an earlier row has said it
     of_trainer: str = ""  # what transformers calls it; the same by default
@@ -99,12 +99,18 @@ def _bitsandbytes_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embeddin
     return state
 
 
-_AdamW = partial(
-    Optimizer, code="bitsandbytes.optim:AdamW", state=_bitsandbytes_state, package="bitsandbytes"
-)
-_Lion = partial(
-    Optimizer, code="bitsandbytes.optim:Lion", state=_bitsandbytes_state, package="bitsandbytes", moments=1
-)
+def _bitsandbytes(kind: str, bits: int = 32, **more: Any) -> Optimizer:
+    return Optimizer(
+        code=f"bitsandbytes.optim:{kind}",
+        settings={"optim_bits": bits},
+        state=_bitsandbytes_state,
+        package="bitsandbytes",
+        bits=bits,
+        **more,
+    )
+
+
+_AdamW, _Lion = partial(_bitsandbytes, "AdamW"), partial(_bitsandbytes, "Lion", moments=1)
 # The default first.
 OPTIMIZERS = {
     row.name: row
@@ -170,8 +176,7 @@ def make_optimizer(name: str, parameters: Iterable["Tensor"]) -> "TorchOptimizer
             f"train.optimizer={name} needs a package that cannot be imported: {error}\n"
             f"Run `{install_command(row.package or '')}`"
         ) from error
-    bits = {"optim_bits": row.bits} if row.state is _bitsandbytes_state else {}
-    optimizer = make(parameters, lr=1e-4, **row.settings, **bits)
+    optimizer = make(parameters, lr=1e-4, **row.settings)
     if row.averages:
         optimizer.train()
     return optimizer

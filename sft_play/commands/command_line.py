@@ -148,7 +148,8 @@ def number(
     def read(_context: click.Context, _flag: click.Parameter, text: str | None) -> int | None:
         from sft_play.launch.nodes import whole_number
 
-        return default if text is None else whole_number(setting if by_make() else name, text, least, most)
+        typed = setting if by_make() else name
+        return default if text is None else whole_number(typed, text, least, most)
 
     return flag(name, help, callback=read, metavar="N")
 

@@ -63,7 +63,8 @@ def context_answer(
     unsaid = not asked.config and resolved.origins["tuning.mode"] == "default"
     modes = MODES if unsaid else (config.tuning.mode,)
     here = what_if(asked.gpu, 1) if asked.gpu else detect()
-    counts = (asked.gpus,) if asked.gpus else COUNTS if asked.gpu else (len(here.gpus) or 1,)
+    unnamed = COUNTS if asked.gpu else (len(here.gpus) or 1,)
+    counts = (asked.gpus,) if asked.gpus else unnamed
     facts = DataFacts.full_rows(length or LEAST, config.train.seed)
     requests = [
         Request(config, architecture, facts, what_if(asked.gpu, count) if asked.gpu else here, count)

@@ -5,7 +5,7 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
 from sft_play.machine.process import ended_by_signals, importing_libraries
+from sft_play.model.weights import finished_weights
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
@@ -75,14 +76,16 @@ def require_started(run: RunDir) -> None:
 
 
 def is_finished(run: RunDir, config: RunConfig) -> bool:
-    """Whether a run has come to its end with these settings."""
+    """Whether a run has come to its end with these settings, and its weights are there and whole."""
     if read_json(run.summary).get("status") != "done":
         return False
-    with suppress(ConfigError):  # a setting of an earlier version
+    how = {"train": {"resume"}, "output": {"dir", "name"}}
+    try:
         begun = load_config(run.config).config
-        how = {"train": {"resume"}, "output": {"dir", "name"}}
-        return begun.model_dump(exclude=how) == config.model_dump(exclude=how)
-    return False
+        finished_weights(begun, run)
+    except (CheckpointError, ConfigError):  # they are to be made again, or it has a setting that is gone
+        return False
+    return begun.model_dump(exclude=how) == config.model_dump(exclude=how)
 
 
 def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> ResolvedConfig:

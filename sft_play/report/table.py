@@ -48,8 +48,9 @@ def on_screen(
             screen.add_column("")  # which gives way
     for number, row in enumerate(table.rows):
         chosen, cells = number in table.bold, list[str | Bar]()
+        before = {0: mark if chosen else " " * len(mark)}
         for index in shown:
-            cells.append(row[index] if index else (mark if chosen else " " * len(mark)) + row[index])
+            cells.append(before.get(index, "") + row[index])
             cells += [Bar(bars[index][number])] if index in bars else []
         screen.add_row(*cells, style="bold" if chosen else "")
     return screen

@@ -140,6 +140,18 @@ def test_what_has_finished_is_not_resumed(finished):
     assert snapshot(finished.run.path) == before
 
 
+@pytest.mark.thorough
+def test_what_has_finished_and_lost_its_weights_makes_them_again(finished, workspace):
+    config, run = workspace
+    shutil.copytree(finished.run.path, run.path)
+    weights = run.adapter / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    done = sft("train", "--resume", "--config", config)
+    assert done.code == 0 and "already finished" not in done.out, done.err
+    assert weights.read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     ("mode", "packing"),
     [

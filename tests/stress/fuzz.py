@@ -46,7 +46,7 @@ from sft_play.machine.gpus import detect
 from sft_play.rows.formats import Conversation, detect_format
 from tests.stress.fuzz_cases import KINDS, PROCESS, make_case
 from tests.stress.fuzz_runs import CHATML, RUNNERS, Setting
-from tests.stress.mutations import ROWS, Case
+from tests.stress.mutations import ROWS, RUN, Case
 
 CASES = 10_000
 RESULT = RESULTS / "fuzz.json"
@@ -165,6 +165,9 @@ def work(seed: int, numbers: list[int], kinds: tuple[str, ...], results: Connect
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SFT_PLAY_CACHE"] = f"{folder}/cache"
         setting = make_setting(Path(folder))
+        sound = Path(folder) / "sound.json"
+        sound.write_text(json.dumps(RUN))
+        check(str(sound), machine=setting.machine)  # or the first case would pay for all imports and a model
         for number in numbers:
             results.send(judge(number, make_case(seed, number, kinds), setting))
     results.send(peak_bytes())
