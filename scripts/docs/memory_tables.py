@@ -6,7 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import GIB, RESULTS, in_unit, results, signed, spread, summarized, table
+from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
+from sft_play.sizing.budget import ASSUMED_CONTEXT
 
 # The start of the names of the series that were measured on a GPU.
 GPUS = {
@@ -83,6 +84,29 @@ def steps_on_a_gpu() -> str:
         for row in results("gpu/NVIDIA-H200-x1")["steps"]
     ]
     return table(("step", "bytes predicted", "measured", "error", "of reserved bytes"), rows)
+
+
+def run_on_a_gpu() -> str:
+    """Our own run on a GPU: bytes and seconds, predicted when it was planned and measured."""
+    run = results("gpu/NVIDIA-H200-x1")["run"]
+    rows = [
+        [what, *(f"{run[f'{side}_{name}']:,.{digits}f}" for side in ("predicted", "measured"))]
+        for what, name, digits in (
+            ("allocated peak, bytes", "peak_bytes", 0),
+            ("reserved, bytes", "reserved_bytes", 0),
+            ("of the process, bytes", "process_bytes", 0),
+            ("a step, seconds", "step_seconds", 3),
+        )
+    ]
+    return table(("LoRA of Llama-3.1-8B, rows of GSM8K", "predicted", "measured"), rows)
+
+
+def outside_on_a_gpu() -> str:
+    """What those steps took outside of the allocator, beside what plans assume."""
+    steps = results("gpu/NVIDIA-H200-x1")["steps"]
+    found = [step["measured"]["outside_allocator"] for step in steps]
+    low, high, assumed = (round(size / MIB) for size in (min(found), max(found), ASSUMED_CONTEXT))
+    return f"Outside of PyTorch's allocator, the steps took {low} to {high} MiB; plans assume {assumed}."
 
 
 def speeds_on_a_gpu() -> str:

@@ -82,10 +82,12 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
     how = {"train": {"resume"}, "output": {"dir", "name"}}
     try:
         begun = load_config(run.config).config
+        if begun.model_dump(exclude=how) != config.model_dump(exclude=how):
+            return False
         finished_weights(begun, run)
     except (CheckpointError, ConfigError):  # they are to be made again, or it has a setting that is gone
         return False
-    return begun.model_dump(exclude=how) == config.model_dump(exclude=how)
+    return True
 
 
 def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> ResolvedConfig:

@@ -6,7 +6,7 @@ process.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 NOTHING_CAST: Mapping[str, Any] = {}
 FILE_OF_RANK = re.compile(r"(?:rng_state_|optimizer_shard_|zero_pp_rank_)(\d+)")  # that each process writes
+
+
+def by_rank(files: Iterable[Path]) -> list[Path]:
+    """Such files in the order of the ranks that wrote them."""
+    return sorted(files, key=lambda path: int(FILE_OF_RANK.search(path.name)[1]))  # type: ignore[index]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Fsdp2(Sharded):
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.precision.dtype, plan.precision.autocast),
             like_first=like_first,
             replicas=plan.sharing.replicas,
-            offload=plan.sharing.offload != "none",
+            offload=plan.sharing.offloads,
             defers_exchange=plan.sharing.defers_exchange,
             reshard_after_forward=plan.sharing.reshard_after_forward,
         )

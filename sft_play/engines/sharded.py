@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sft_play.engines.base import FILE_OF_RANK, NOTHING_CAST, Engine, Message
+from sft_play.engines.base import NOTHING_CAST, Engine, Message, by_rank
 from sft_play.plan import Plan
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
@@ -22,8 +22,7 @@ class Sharded(Engine):
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it, in the order of ranks."""
-        files = checkpoint.glob("optimizer_shard_*.safetensors")
-        return sorted(files, key=lambda path: int(FILE_OF_RANK.search(path.name)[1]))  # type: ignore[index]
+        return by_rank(checkpoint.glob("optimizer_shard_*.safetensors"))
 
     def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
         """Each process writes its part."""

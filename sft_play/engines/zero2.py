@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.engines import deepspeed
-from sft_play.engines.base import FILE_OF_RANK, Division, Message
+from sft_play.engines.base import Division, Message, by_rank
 from sft_play.engines.zero import Zero
 from sft_play.engines.zero2_division import Part, parts_of
 from sft_play.plan import Plan
@@ -87,8 +87,7 @@ class Zero2(Zero):
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
-        files = checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")
-        return sorted(files, key=lambda path: int(FILE_OF_RANK.search(path.name)[1]))  # type: ignore[index]
+        return by_rank(checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
         """Joins the parts of all ranks."""

@@ -45,7 +45,7 @@ class Zero3(Sharded, Zero):
             units,
             plan.device,
             AUTOCAST.get(plan.precision.autocast),
-            offload=plan.sharing.offload != "none",
+            offload=plan.sharing.offloads,
             folder=config.parallel.nvme_path,
         )
 
@@ -95,7 +95,7 @@ class Zero3(Sharded, Zero):
         zero = dict(tree["zero_optimization"])
         if plan.device == "cpu":
             zero["stage3_prefetch_bucket_size"] = 0
-        if plan.sharing.offload != "none":
+        if plan.sharing.offloads:
             place = {"device": "cpu", "pin_memory": plan.device == "cuda"}
             zero |= {"offload_optimizer": place, "offload_param": place}
             tree = {**tree, "zero_force_ds_cpu_optimizer": False}

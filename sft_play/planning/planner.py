@@ -188,7 +188,7 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     train, auto = config.train, config.train.asked_activations == "auto"
     divided = plan.sharing.divides_tokens
     recomputes = plan.offloads_activations or (plan.activations.recomputes and divided)
-    in_ram = config.parallel.offload == "auto" and plan.sharing.offload != "none"
+    in_ram = config.parallel.offload == "auto" and plan.sharing.offloads
     return in_ram or (auto and recomputes) or (plan.activations.in_tiles and not train.asks_tiles)
 
 

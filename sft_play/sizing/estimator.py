@@ -312,7 +312,7 @@ def estimator(
             device=plan.device,
             element_bytes=spec.trained_element_bytes,
             autocasts=plan.precision.autocast != "no",
-            offloads=plan.sharing.offload != "none",
+            offloads=plan.sharing.offloads,
             states_on_disk=(on_disk := run.parallel.nvme_path is not None),
             trained=lambda: ask(questions.trained_elements, spec.mode, spec.lora, spec.new_tokens),
             state_bytes=lambda elements: (

@@ -83,7 +83,7 @@ def _backend(plan: Plan) -> str:
     """What the processes communicate through; what is offloaded is summed up where it is."""
     if plan.device == "cpu":
         return "gloo"
-    return "nccl" if plan.sharing.offload == "none" else "cuda:nccl,cpu:gloo"
+    return "cuda:nccl,cpu:gloo" if plan.sharing.offloads else "nccl"
 
 
 def _say(text: str) -> None:

@@ -190,7 +190,7 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     if job.plan.sharing.world_size > 1:
         limit_s, watched = job.config.parallel.timeout_s, job.ranks.launched_by_us
         callbacks.append(Heartbeat(job.run, job.ranks.rank, limit_s, exits=not watched))
-    if job.plan.sharing.offload != "none" or job.plan.offloads_activations:
+    if job.plan.sharing.offloads or job.plan.offloads_activations:
         callbacks.append(RamWatch())
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())

@@ -181,7 +181,7 @@ def by_offload(
 
     def last_resorts(draft: Plan) -> tuple[bool, ...]:
         in_ram = auto and draft.activations.policy == "offload"
-        return draft.sharing.offload != "none", in_ram, chosen and draft.activations.in_tiles
+        return draft.sharing.offloads, in_ram, chosen and draft.activations.in_tiles
 
     for resorts in product((False, True), repeat=3):
         group = [draft for draft in drafts if last_resorts(draft) == resorts]

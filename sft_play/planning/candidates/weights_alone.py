@@ -19,7 +19,7 @@ def not_too_large(
 
     Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
     """
-    here = [draft for draft in drafts if draft.sharing.offload == "none"]
+    here = [draft for draft in drafts if not draft.sharing.offloads]
     held = {id(draft): _weight_bytes(config, architecture, draft) for draft in here}
     least = min(held.values(), default=0)
     beyond = {key for key, size in held.items() if size > max(budget_bytes, least)}

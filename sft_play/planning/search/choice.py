@@ -342,7 +342,7 @@ def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of
 
 
 def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
-    if chosen.sharing.offload == "none":
+    if not chosen.sharing.offloads:
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
     host = chosen.memory.host if chosen.memory else None

@@ -100,7 +100,7 @@ def _waits(config: RunConfig, plan: Plan) -> tuple[bool, ...]:
 
 def _may_wait(plan: Plan) -> bool:
     """Whether its gradients can wait for the last micro-batch, and might fit, being whole until then."""
-    several = plan.batch.accumulation > 1 and plan.sharing.offload == "none"
+    several = plan.batch.accumulation > 1 and not plan.sharing.offloads
     if not (several and engine_of(plan.sharing.engine).can_defer and plan.memory):
         return False
     own = plan.memory.phase_terms.get("optimizer", {}).get("gradients", 0)

@@ -98,9 +98,9 @@ def plan_clock(request: Request, *, link: bool = True) -> Clock:
             exchange=_exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks)),
             update_share=engine.update_share(plan.sharing.shards),
         )
-        if plan.device == "cpu" or (plan.sharing.offload == "none" and not plan.offloads_activations):
+        if plan.device == "cpu" or (not plan.sharing.offloads and not plan.offloads_activations):
             return sum(parts)
-        if plan.sharing.offload == "none":
+        if not plan.sharing.offloads:
             return _with_transfers(parts, work, plan, machine)
         return _offloaded(parts, work, plan, machine)
 
