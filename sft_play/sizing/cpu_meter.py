@@ -75,7 +75,16 @@ def alive_bytes(model: torch.nn.Module) -> int:
         for each in others
         if not isinstance(each, FakeTensor) and each.device.type == "cpu" and each.layout == torch.strided
     ]
-    return sum(_storages([*_tensors_of(model), *gradients, *real]).values())
+    return sum(_storages([*_tensors_of(model), *gradients, *filter(_has_memory, real)]).values())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is none of those by which the compiler describes others, and which it may keep for a while."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def mark(name: str) -> None:

@@ -57,4 +57,4 @@ def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(RunDir(tmp_path / "one")) == pytest.approx(losses(finished.run), rel=CLOSE)
     assert "Mixed precision: no" in done.stdout
-    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, since config and plan decide" in done.stdout
+    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, ACCELERATE_MIXED_PRECISION, since config" in done.stdout

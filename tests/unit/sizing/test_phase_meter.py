@@ -10,7 +10,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
-from sft_play.sizing.cpu_meter import storage_bytes
+from sft_play.sizing.cpu_meter import alive_bytes, storage_bytes
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 
@@ -32,6 +32,16 @@ def test_each_phase_has_the_peak_of_its_own_time():
         del kept
     assert meter.peaks == {"forward": before + 4_000_000, "backward": before + 6_000_000}
     assert (meter.reserved_bytes, meter.retries) == (None, 0)
+
+
+def test_tensors_that_the_compiler_describes_others_by_have_no_memory():
+    """It may keep some after it has compiled: a run on two CPU processes with train.compile=true ended so."""
+    model, real = torch.nn.Linear(100, 10), torch.empty(1000)
+    before = alive_bytes(model)
+    described = torch._to_functional_tensor(real)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        described.untyped_storage().data_ptr()
+    assert alive_bytes(model) == before
 
 
 @pytest.mark.thorough
