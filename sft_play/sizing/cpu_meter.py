@@ -79,7 +79,7 @@ def alive_bytes(model: torch.nn.Module) -> int:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is none of those by which the compiler describes others, and which it may keep for a while."""
+    """Whether it is none of those by which the compiler describes others, which it may keep a while."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
