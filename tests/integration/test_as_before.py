@@ -135,8 +135,9 @@ def test_what_is_left_on_is_found(monkeypatch):
     monkeypatch.setattr(stage3, "z3_leaf_parameter", lambda parameter: False)
     monkeypatch.setattr(GeneralInterface, "register", print)
     monkeypatch.setenv("ANOTHER", "1")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
-    assert differences(before) == [
+    with torch._dynamo.config.patch(recompile_limit=32):  # monkeypatch would take the setting away afterwards
+        changed = differences(before)
+    assert changed == [
         "deepspeed.runtime.zero.stage3.z3_leaf_parameter",
         "dynamo: recompile_limit",
         "environment: ANOTHER",
