@@ -11,7 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
 
 # Where the numbers of a plan come from. What an earlier run measured is no prediction.
-TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
+TRACED, PROFILED, EARLIER, PROBED = "trace", "profile", "earlier run", "probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,9 @@ class Plan:
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
     step_seconds: float | None = None  # predicted, of an optimizer step of average size
-    step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
+    step_seconds_origin: str = PROFILED  # the profile alone, EARLIER, or PROBED
     profile_seconds: float | None = None  # as the device profile alone predicts them
+    refuted_seconds: float | None = None  # predicted by a profile that the probe has shown to be wrong
     memory: Memory | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

@@ -30,10 +30,12 @@ from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
 from sft_play.train.ranks import from_all
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
+from sft_play.train.refuted import forget_if_wrong, is_refuted
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import Saved, facts_of_weights, save
 from sft_play.train.session import Session, prepare_session
-from sft_play.train.settle import keep_times, settle_plan
+from sft_play.train.settle import settle_plan
+from sft_play.train.speeds import keep_times
 
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
@@ -118,6 +120,8 @@ def remember_speed(session: Session) -> None:
     if reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
         keep_times(job, Timing.of(job.plan, seconds, job.plan.sharing.world_size / speed))
+        if job.ranks.is_main and is_refuted(job.plan, seconds):
+            forget_if_wrong(job, seconds)
 
 
 def remember_memory(session: Session, run: ProbeResult) -> None:
@@ -206,6 +210,7 @@ def summarise(
         "padding_share": rows.padding_share,
         "predicted_step_seconds": plan.step_seconds,
         "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
+        "refuted_step_seconds": plan.refuted_seconds,
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(of_whole, device, probed, metered),

@@ -69,14 +69,15 @@ def step_seconds(
     )
 
 
-def plan_clock(request: Request, *, link: bool = True) -> Clock:
+def plan_clock(request: Request, *, link: bool = True, profile: DeviceProfile | None = None) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
-    Without `link`, communication between processes takes no time. Where weights are sent for each
-    micro-batch, the seconds are unknown if communication is.
+    It goes by a `profile`, by default the one that plans count on. Without `link`, communication between
+    processes takes no time. Where weights are sent for each micro-batch, the seconds are unknown if
+    communication is.
     """
     facts, machine, processes = request.facts, request.machine, request.processes
-    profile = profile_of(machine, processes)
+    profile = profile or profile_of(machine, processes)
     work_of = work_of_request(request)
     inside = cache(lambda count: collectives_of(machine, count))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
