@@ -64,7 +64,7 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
 
 def how_compared(plan: Mapping[str, Any]) -> list[str]:
     """What the one speed of each plan assumes, where it may have others."""
-    said = "tokens/s beside each other: over the slowest links, nothing overlapped; plans are compared so"
+    said = "tokens/s of this table: over the slowest links, nothing overlapped, as plans are compared"
     return [said] if plan.get("step_seconds_range_reason") else []
 
 

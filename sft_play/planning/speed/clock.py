@@ -123,14 +123,15 @@ def _copying(
     parts: StepSeconds, work: Work, run: RunConfig, plan: Plan, machine: Machine, *, best: bool
 ) -> StepSeconds:
     """The parts of a step with inputs of layers, or weights that the CPU updates, in RAM or on a disk."""
-    accumulation, engine = plan.batch.accumulation, engine_of(plan.sharing.engine)
+    accumulation, engine, update = plan.batch.accumulation, engine_of(plan.sharing.engine), parts.update
     if plan.sharing.offloads:
         copied, summed = engine.moved_by_offload(work, accumulation)
-        parts = parts._replace(update=_update_by_cpu(work, run, plan, machine, summed, best=best))
+        update = _update_by_cpu(work, run, plan, machine, summed, best=best)
     else:
         copied = accumulation * sum(work.exchanged(TRANSFER).elements())
     # a copy counts as read and written, which is once over the link
-    return parts._replace(copies=copied / 2 / rate_of(host_link(machine), best))
+    copies = copied / 2 / rate_of(host_link(machine), best)
+    return StepSeconds(parts.forward, parts.backward, parts.exchange, update, parts.overhead, copies)
 
 
 def _update_by_cpu(
