@@ -37,7 +37,7 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
 def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
     """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
     bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats[split])
-    return [f"{counted(bad, 'row')} {_are(bad)} {DROPPED} and left out: see {folder / FILE}"] if bad else []
+    return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []
 
 
 def _are(count: int) -> str:

@@ -70,7 +70,7 @@ def test_dropped_ones_are_counted_and_listed_and_the_rest_is_as_without_them(run
     assert data.stats["train"]["dropped"] == {"not valid": 5}
     (warning,) = [each for each in data.stats["warnings"] if "not valid" in each]
     listed = data.cache_path / "bad_rows.txt"
-    assert warning == f"5 rows are not valid and left out: see {listed}"
+    assert warning == f"5 rows left out as not valid: see {listed}"
     assert [line.partition(": ")[0].rpartition(":")[2] for line in listed.read_text().splitlines()] == [
         "1",
         "4",
