@@ -8,11 +8,14 @@ out again, and nothing fails because of it. What was used longest ago makes room
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import json
 import os
+import pwd
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +60,35 @@ def entry(kind: str, *about: object, within: Path | None = None) -> Path:
     return (within or cache_dir()) / kind / _digest(repr(about).encode())[:32]
 
 
+def private_entry(kind: str, *about: object) -> Path | None:
+    """The folder of an entry, made if there is none; None if others can write there, or nobody can.
+
+    For what is run when it is read. Who can write to a folder above it could put another one in its place.
+    """
+    folder = entry(kind, *about)
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder.resolve()
+        if _is_private(path.stat(), {os.getuid()}) and all(
+            _is_private(above.stat(), {os.getuid(), 0}) or above.stat().st_mode & stat.S_ISVTX
+            for above in path.parents
+        ):
+            (folder / "used").touch()  # `_make_room` looks at the files
+            return folder
+    return None
+
+
+def _is_private(found: os.stat_result, owners: set[int]) -> bool:
+    """Whether none but these owners can write to a folder; a group that is named as its user is that user."""
+    shared = stat.S_IWGRP | stat.S_IWOTH
+    if found.st_gid == os.getgid():
+        with contextlib.suppress(KeyError):  # no such name
+            group, name = grp.getgrgid(found.st_gid), pwd.getpwuid(os.getuid()).pw_name
+            if group.gr_name == name and set(group.gr_mem) <= {name}:
+                shared = stat.S_IWOTH
+    return found.st_uid in owners and not found.st_mode & shared
+
+
 def read_bytes(path: Path) -> bytes | None:
     """What `write_bytes` wrote; None if it is absent."""
     try:
@@ -86,19 +118,19 @@ def _make_room(folder: Path) -> None:
             return
         looked.touch()
         found = [(path, _files(path)) for path in folder.glob("*/*") if ENTRY.fullmatch(path.name)]
-        size = sum(stat.st_size for _, files in found for stat in files)
-        found.sort(key=lambda each: max((stat.st_mtime for stat in each[1]), default=0))
+        size = sum(file.st_size for _, files in found for file in files)
+        found.sort(key=lambda each: max((file.st_mtime for file in each[1]), default=0))
         for path, files in found:
             if size <= LIMIT_BYTES:
                 break
             _remove(path)
-            size -= sum(stat.st_size for stat in files)
+            size -= sum(file.st_size for file in files)
 
 
 def clear(folder: Path) -> int:
     """Removes all that is kept in a folder, and nothing else that is there; returns its bytes."""
     found = [path for path in folder.glob("*/*") if ENTRY.fullmatch(path.name) or _is_built(path)]
-    size = sum(stat.st_size for path in found for stat in _files(path))
+    size = sum(file.st_size for path in found for file in _files(path))
     for path in found:
         _remove(path)
     for kind in {path.parent for path in found}:

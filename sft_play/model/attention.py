@@ -60,7 +60,7 @@ def _supports_groups(query: torch.Tensor, dropout: float) -> bool:
     return FLASH.takes(capability, type_name(kernel_dtype(query)), query.shape[-1], dropout=dropout)
 
 
-def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+def takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Whether one call serves all joined sequences of a query, [1, heads, tokens, head_dim]."""
     capability, head_dim = device_capability(query.device), query.shape[-1]
     if capability is None or value.shape[-1] != head_dim:
@@ -69,7 +69,7 @@ def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) ->
 
 
 @functools.lru_cache(maxsize=1)  # all layers ask for those of one micro-batch
-def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def offsets_of(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Where sequences begin, and the last one ends, [sequences + 1]."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
@@ -89,7 +89,7 @@ def _attend_joined(
     """
     dtype, longest = kernel_dtype(query), max(lengths)
     query, key, value = (tensor.to(dtype)[0].transpose(0, 1) for tensor in (query, key, value))
-    offsets = _offsets(lengths, query.device)
+    offsets = offsets_of(lengths, query.device)
     before = -1 if window is None or window >= longest else window - 1  # besides the token itself
     out: Any = varlen_attn(
         query, key, value, offsets, offsets, longest, longest,
@@ -218,7 +218,7 @@ def _attend_sequences(
     attend = _attend if sinks is None else functools.partial(_attend_with_sinks, sinks=sinks)
     if lengths is None:
         return attend(query, key, value, window, **options).transpose(1, 2)
-    if sinks is None and _takes_one_call(query, value, dropout):
+    if sinks is None and takes_one_call(query, value, dropout):
         return _attend_joined(query, key, value, lengths, window, scale)
     # Split as they lie in memory, [batch, tokens, heads, head_dim], and so are their gradients joined.
     parts = (tensor.transpose(1, 2).split(list(lengths), 1) for tensor in (query, key, value))

@@ -1,37 +1,37 @@
 """Decoder layers compiled by torch.compile, each by itself: modules, names and hooks stay as they are.
 
-What is compiled is a layer's own forward pass, inside of what recomputes it. Attention is called as without
-compilation, and does not see the compiler look at the lengths of joined rows, so that one compilation serves
-all micro-batches. Passes without gradients are not compiled: that would take as long again.
+What is compiled is a layer's own forward pass, inside of what recomputes it, as one graph: attention over
+joined rows is one operator in it (model/attention_operator.py), and the number of tokens may change, so that
+one compilation serves all micro-batches. Passes without gradients are not compiled: that would take as long
+again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
 from functools import cache, partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_play.cache import cache_dir, private_entry
+from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model import attention
 from sft_play.model.architecture import decoder_layers
+from sft_play.model.attention_operator import Rows, attend_joined, rows_of, serves
+from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
-from sft_play.upstream.torch import compiling_layers
+from sft_play.upstream.torch import compiling_layers, mark_dynamic
 from sft_play.upstream.transformers import attention_called
 
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
 # a process trains. A layer of more of them would compute without compilation, and PyTorch would say so.
 VARIANTS = 32
-
-
-class Lengths:
-    """Lengths of sequences that the compiler does not look into; it would compile for each number of them."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = tuple(lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.lengths)
+USUAL_TOKENS = 4096  # of a micro-batch, for which code is chosen
 
 
 def compile_layers(model: Any) -> None:
@@ -40,17 +40,49 @@ def compile_layers(model: Any) -> None:
     The first training step compiles it, once for all layers that are alike and for all lengths.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    lasting(compiling_layers, VARIANTS)
-    lasting(attention_called, (attention.NAME, attention.LIBRARY_NAME), _attention())
+    lasting(compiling_layers, VARIANTS, f"{own_code()} {installed_versions()}", _kept_code)
+    lasting(attention_called, (attention.NAME, attention.LIBRARY_NAME), _attention)
     for layer in decoder_layers(base)[2]:
         kind: Any = type(layer)
         layer.forward = MethodType(_compiled(kind), layer)
 
 
 @cache
-def _attention() -> Callable[..., Any]:
-    """Ours, which is left as it is; always the same function, as what was compiled expects."""
-    return torch.compiler.disable(attention.varlen_sdpa)
+def _kept_code() -> str:
+    """The folder of compiled code, from which it is loaded and run: one for all runs of this user."""
+    if found := private_entry("compiled", torch.__version__):
+        return str(found)
+    folder = tempfile.mkdtemp(prefix="sft-play-compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    warn(
+        f"compiled code is not kept, since others than you can write to {cache_dir()} or a folder above it, "
+        "or nobody can: each run compiles anew; SFT_PLAY_CACHE names another folder"
+    )
+    return folder
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sequence_lengths: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`varlen_sdpa`, in compiled layers by an operator where one serves it, else between two graphs."""
+    call = partial(attention.varlen_sdpa, module, query, key, value, attention_mask, **options)
+    if not isinstance(sequence_lengths, Rows):  # nothing is compiled, or rows are padded
+        return call(sequence_lengths=sequence_lengths)
+    if options.get("s_aux") is None and serves(query, value, options.get("dropout", 0.0)):
+        window, scale = options.get("sliding_window"), options.get("scaling")
+        return attend_joined(query, key, value, sequence_lengths, window, scale), None
+    return _between_graphs(call, sequence_lengths)
+
+
+@torch.compiler.disable
+def _between_graphs(call: Callable[..., tuple[torch.Tensor, None]], rows: Rows) -> tuple[torch.Tensor, None]:
+    return call(sequence_lengths=rows.lengths)
 
 
 @cache
@@ -61,14 +93,15 @@ def _compiled(kind: Any) -> Callable[..., Any]:
         GradientCheckpointingLayer
     )
     own = kind.forward.__wrapped__ if wrapped else kind.forward
-    compiled = torch.compile(own, dynamic=True)
+    compiled = torch.compile(own)
 
-    def compute(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return own(layer, *args, **kwargs)
+            return own(layer, hidden, *args, **kwargs)
         if (lengths := kwargs.get("sequence_lengths")) is not None:
-            kwargs["sequence_lengths"] = Lengths(lengths)
-        return compiled(layer, *args, **kwargs)
+            kwargs["sequence_lengths"] = rows_of(tuple(lengths), hidden.device)
+        _mark(hidden, args, kwargs.values())
+        return compiled(layer, hidden, *args, **kwargs)
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if wrapped and layer.gradient_checkpointing and layer.training:
@@ -76,3 +109,16 @@ def _compiled(kind: Any) -> Callable[..., Any]:
         return compute(layer, *args, **kwargs)
 
     return forward
+
+
+def _mark(hidden: torch.Tensor, *others: Any) -> None:
+    """Says that the numbers of rows and tokens change, in all inputs of a layer, [rows, tokens, ...].
+
+    Code for joined rows, which are one row, is the same whatever micro-batch comes first, so that a run that
+    goes on computes what it would have. Of padded rows the compiler may find some number to be one apart.
+    """
+    joined, tokens = hidden.shape[0] == 1, hidden.shape[1]
+    for value in chain([hidden], *others):
+        for tensor in value if isinstance(value, tuple) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[1:2] == (tokens,):
+                mark_dynamic(tensor, *([1] if joined else [0, 1]), usual=USUAL_TOKENS if joined else None)

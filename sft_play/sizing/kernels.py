@@ -298,7 +298,7 @@ def simulate_cuda(
     replacements: list[tuple[Any, str, Any]] = [
         (attention, "scaled_dot_product_attention", cuda_attention(longest, capability)),
         (attention, "varlen_attn", joined),
-        (attention, "_offsets", lambda lengths, device: None),
+        (attention, "offsets_of", lambda lengths, device: None),
         (attention, "device_capability", lambda device: capability),
         *((code, *item) for code in map(code_of, LAYERS) for item in code.STAND_INS.items()),
         (loss_head, "is_on_cpu", lambda tensor: False),

@@ -1,7 +1,8 @@
 """What we change in PyTorch, and take of its private parts."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,14 +24,76 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def compiling_layers(variants: int) -> AbstractContextManager[None]:
+@contextmanager
+def compiling_layers(variants: int, code: str, folder: Callable[[], str]) -> Iterator[None]:
     """In the block, the compiler leaves layers whole at the buckets of DDP, and compiles so many variants.
 
-    These are settings of the process; `torch.compile` has none for a function alone (2.13).
+    What it compiles is kept in a folder, unless the user's variable names another one. `code` tells one state
+    of our code from another: PyTorch's keys (2.13) know an operator by its name alone, so that with another
+    backward pass of ours a hit would compute the old gradient. With it, functions of autograd may be kept,
+    which by default they are not. These are settings of the process; `torch.compile` has none for a function
+    alone.
+    """
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    own, triton = before.values()
+    if own in (None, default_cache_dir()):  # PyTorch sets the variable when it is imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = kept = folder()
+        os.environ["TRITON_CACHE_DIR"] = triton or f"{kept}/triton"
+    dynamo = torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=variants)
+    settings: Any = torch.compiler.config
+    keyed = settings.patch(cache_key_tag=code)
+    keeps = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
+    try:
+        with dynamo, keyed, keeps:
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def mark_dynamic(tensor: Any, *dimensions: int, usual: int | None = None) -> None:
+    """Lets the compiler take these sizes of a tensor for ones that change; else they are constants.
+
+    Code is chosen for a `usual` size, so that it does not depend on the first tensor. It is an error if such
+    a size turns out to be a constant; without `usual` it is not.
+
+    What makes this unnecessary: an argument of `torch.compile`. With its `dynamic=True` sizes that are equal
+    in the first micro-batch are one symbol, and the code is for such micro-batches alone.
     """
     import torch
 
-    return torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=variants)
+    for dimension in dimensions:
+        if usual is None:
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        else:
+            torch._dynamo.mark_dynamic(tensor, dimension, hint_override=usual)
+
+
+def cpu_attention(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> tuple[Any, Any]:
+    """The fused kernel of CPUs, causal if there is no mask, as `scaled_dot_product_attention` calls it.
+
+    Tensors are [batch, heads, tokens, head_dim]. Besides the output it returns the logarithms of the sums of
+    exponentials, [batch, heads, tokens], which the gradients need and the public function keeps to itself.
+    """
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+
+
+def cpu_attention_gradients(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, mask: Any, scale: float | None
+) -> tuple[Any, Any, Any]:
+    """The gradients of query, key and value of `cpu_attention`, from that of its output."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, sums, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
 
 
 def is_view(tensor: Any) -> bool:

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from sft_play.model.attention import register, varlen_sdpa
+from sft_play.model.attention_operator import attend_joined, rows_of, serves
+from sft_play.upstream.torch import mark_dynamic
 
 TOKENS, LENGTHS = 70, [33, 1, 36]
 # Relative to the largest value, against fp32 on the same inputs.
@@ -51,6 +54,28 @@ def test_outputs_and_gradients_are_those_of_the_definition(device, head_dim, key
         wanted = [expected, *torch.autograd.grad(expected.pow(2).sum(), exact)]
         for one, other in zip(found, wanted, strict=True):
             assert (one.float() - other).abs().max() <= CLOSE[dtype] * other.abs().max(), dtype
+
+
+def test_the_operator_of_compiled_layers_gives_the_same(device):
+    """For all lengths by one graph; what is made of graphs there is PyTorch's."""
+    torch._dynamo.reset()
+    counters.clear()
+    graph = torch.compile(attend_joined, backend="aot_eager", fullgraph=True)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for lengths in ((33, 1, 36), (5,), (9, 80, 2, 2)):
+        shapes = [(1, heads, sum(lengths), 64) for heads in (4, 2, 2)]
+        inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+        for tensor in inputs:
+            mark_dynamic(tensor, 2, usual=64)
+        assert serves(inputs[0], inputs[2], 0.0)
+        rows = rows_of(lengths, device)
+        for attend, window in ((attend_joined, None), (attend_joined, 100), (attend_joined, 17), (graph, 17)):
+            wanted, _ = varlen_sdpa(None, *inputs, None, sliding_window=window, sequence_lengths=lengths)
+            found = attend(*inputs, rows, window, None)
+            gradients = (torch.autograd.grad(out.float().pow(2).sum(), inputs) for out in (found, wanted))
+            for one, other in [(found, wanted), *zip(*gradients, strict=True)]:
+                assert (one - other).abs().max() <= CLOSE[dtype] * other.abs().max(), (lengths, window)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_no_path_on_a_gpu_writes_all_scores(only_gpu):

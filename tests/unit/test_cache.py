@@ -13,6 +13,7 @@ from sft_play.cache import (
     cache_dir,
     clear,
     entry,
+    private_entry,
     project_dir,
     read_value,
     recall,
@@ -159,6 +160,38 @@ def test_what_belongs_to_no_project_is_kept_once_per_user(tmp_path, monkeypatch,
     assert cache_dir() == Path(found.format(home=tmp_path))
     project = cache_dir() if "SFT_PLAY_CACHE" in variables else Path.cwd() / ".cache" / "sft-play"
     assert project_dir() == project
+
+
+def test_what_runs_when_it_is_read_is_kept_where_only_its_user_can_write(tmp_path):
+    folder = private_entry("compiled", "one")
+    assert folder == entry("compiled", "one") and folder.stat().st_mode & 0o777 == 0o700
+    assert private_entry("compiled", "one") == folder  # as it is, again
+    (folder / "code.so").write_bytes(b"x")
+    for changed in (folder, cache_dir()):
+        before = changed.stat().st_mode & 0o7777
+        for mode in (0o777, 0o702):
+            changed.chmod(mode)
+            assert private_entry("compiled", "one") is None
+        changed.chmod(before)
+    cache_dir().chmod(0o1777)  # as of folders for temporary files: none but its owner replaces a file
+    assert private_entry("compiled", "one") == folder
+    assert clear(cache_dir()) and not folder.exists()
+
+
+def test_a_folder_that_nobody_can_make_keeps_no_code(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
+    assert private_entry("compiled", "one") is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_a_folder_of_somebody_else_keeps_no_code():
+    folder = private_entry("compiled", "one")
+    for changed in (folder, cache_dir()):
+        os.chown(changed, 12345, -1)
+        assert private_entry("compiled", "one") is None
+        os.chown(changed, 0, -1)
+    assert private_entry("compiled", "one") == folder
 
 
 def test_what_was_used_longest_ago_makes_room_once_a_day(monkeypatch):

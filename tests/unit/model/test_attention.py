@@ -179,7 +179,7 @@ def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypat
         calls.append(settings)
         return kernel_for_joined_sequences(*args, **settings)
 
-    attention._offsets.cache_clear()
+    attention.offsets_of.cache_clear()
     monkeypatch.setattr(attention, "device_capability", lambda device: (9, 0) if not calls else None)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     again, gradients_again = attend()
