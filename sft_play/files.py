@@ -1,9 +1,12 @@
 """How files are written, whole or not at all, and how those are read that others may have put there."""
 
+import atexit
 import contextlib
 import errno
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -69,6 +72,13 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def own_folder(prefix: str) -> Path:
+    """A new folder that only this user can read or write, removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @contextlib.contextmanager

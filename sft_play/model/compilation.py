@@ -6,9 +6,6 @@ one compilation serves all micro-batches. Passes without gradients are not compi
 again.
 """
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain
@@ -19,6 +16,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.cache import cache_dir, private_entry
+from sft_play.files import own_folder
 from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model import attention
 from sft_play.model.architecture import decoder_layers
@@ -52,13 +50,11 @@ def _kept_code() -> str:
     """The folder of compiled code, from which it is loaded and run: one for all runs of this user."""
     if found := private_entry("compiled", torch.__version__):
         return str(found)
-    folder = tempfile.mkdtemp(prefix="sft-play-compiled-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     warn(
         f"compiled code is not kept, since others than you can write to {cache_dir()} or a folder above it, "
         "or nobody can: each run compiles anew; SFT_PLAY_CACHE names another folder"
     )
-    return folder
+    return str(own_folder("sft-play-compiled-"))
 
 
 def _attention(

@@ -1,11 +1,14 @@
 """Compiled layers compute what the others do, in steps of rows of any lengths, without compiling for each."""
 
+import os
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +21,7 @@ from sft_play.model.loss_head import add_loss_head, score_batch, token_loss
 from sft_play.model.recomputation import recompute
 from sft_play.parts import RECOMPUTED
 from sft_play.sizing.trace import prepare_for_training, trained_parameters
+from sft_play.upstream.torch import compiling_layers
 from tests.packages import needs_torchao
 
 SIZES = WIDE | {"hidden": 64, "inner": 96, "heads": 4, "groups": 2, "head_dim": 16, "vocabulary": 300, "layers": 2}  # fmt: skip
@@ -161,3 +165,33 @@ def test_another_model_of_the_process_has_the_same_losses(folder):
 )
 def test_so_they_are_in_code_with_adapters_and_other_activations(folder, mode, way, graphs):
     assert tried(folder, mode, way) == graphs
+
+
+def test_code_is_kept_in_the_cache_or_said_to_be_in_a_folder_of_the_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    compilation._kept_code.cache_clear()
+    assert compilation._kept_code().startswith(f"{tmp_path}/compiled/") and not capsys.readouterr().out
+    tmp_path.chmod(0o777)
+    compilation._kept_code.cache_clear()
+    folder = Path(compilation._kept_code())
+    assert not folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o777 == 0o700
+    assert "compiled code is not kept, since others than you can write to" in capsys.readouterr().out
+    compilation._kept_code.cache_clear()
+
+
+def test_a_folder_that_the_user_names_for_the_compiler_stands(monkeypatch):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+    def within() -> list[str | None]:
+        with compiling_layers(1, "code", lambda: "/kept"):
+            return [os.environ.get(name) for name in names]
+
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert within() == ["/kept", "/kept/triton"] and not set(names) & set(os.environ)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as PyTorch sets it by itself
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/own")
+    assert within() == ["/kept", "/own"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert within() == ["/own", None]  # in the other one, by PyTorch
