@@ -93,7 +93,7 @@ def test_what_becomes_of_activations_changes_no_weight(tiny_model, tmp_path, mod
 def test_evaluation_changes_nothing_and_every_step_is_trained_with_dropout(tiny_model, tmp_path, reference):
     curves = []
     for steps in (1, 100):
-        job = make_job(tiny_model, tmp_path, f"every-{steps}", dropout=0.3, eval_steps=steps, batch_size=4)
+        job = make_job(tiny_model, tmp_path, f"every-{steps}", dropout=0.3, eval_steps=steps)
         train(job)
         curves.append(losses(job)[0])
     often, once = curves
