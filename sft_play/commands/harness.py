@@ -242,7 +242,7 @@ def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any, *, chat
                 self.next_batch = pos + self.batch_rows
             return self.batch_rows
 
-        def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+        def _detect_batch_size(self, requests: object = None, pos: int = 0) -> int:
             return max(1, tokens // longest)
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:

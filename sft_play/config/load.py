@@ -190,7 +190,7 @@ def _merge(base: dict, over: dict) -> dict:
     return merged
 
 
-def _included(value: Any, path: Path) -> list[str]:
+def _included(value: object, path: Path) -> list[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(

@@ -168,7 +168,7 @@ def varlen_sdpa(
     sequence_lengths: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
     sequence_group: Any = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
 

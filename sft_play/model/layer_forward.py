@@ -107,7 +107,7 @@ def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
     return copy
 
 
-def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def norm_forward(module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """As in Llama; `hidden_states` and the result are [..., hidden_size]."""
     return RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 

@@ -32,7 +32,7 @@ def add_loss_head(model: Any) -> None:
 
 
 def token_loss(
-    model: Any, batch: dict[str, Any], tokens: Any = None, *, router_weight: float = 0.0
+    model: torch.nn.Module, batch: dict[str, Any], tokens: Any = None, *, router_weight: float = 0.0
 ) -> torch.Tensor:
     """The sum of the `losses`, a scalar; `router_weight` is that of the loss that balances experts."""
     loss, balance = losses(model, batch, tokens)

@@ -164,7 +164,7 @@ def varlen_attention(spec: StepSpec) -> Callable:
     kernel = ATTENTIONS[spec.attention].joined
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **options: object
     ) -> torch.Tensor:
         call = _call_of(query, key, spec.compute_capability, **lengths)
         return FusedAttention.apply(query, key, value, None, kernel, call)

@@ -125,7 +125,7 @@ RULES: dict[str, Callable] = {
 }
 
 
-def asks(args: Sequence[Any], out: Any) -> Description:
+def asks(args: Sequence[Any], out: object) -> Description:
     """The rule of queries, which are no operation and return no tensor."""
     return None
 

@@ -201,7 +201,7 @@ class AllocationRecorder(Counts):
         return any(block in self.in_ram for block in self.blocks_of([tensor]))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results."""
         self._sum = None
@@ -231,7 +231,7 @@ class AllocationRecorder(Counts):
         else:
             self._asked.clear()
 
-    def _adds_gradients(self, term: Any, other: Any, *_: Any) -> bool:
+    def _adds_gradients(self, term: Any, other: object, *_: object) -> bool:
         """Whether autograd itself adds these two, of any shape, and could leave the sum in the first one.
 
         What a node of the graph returns, autograd asks for its device just before it adds it to another

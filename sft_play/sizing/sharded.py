@@ -160,7 +160,7 @@ class _Transfer(TorchFunctionMode):
         self.recorder, self.to = recorder, to
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         moves = func is torch.Tensor.to and "non_blocking" in (kwargs or {})
         if func is torch.Tensor.cpu or moves:
