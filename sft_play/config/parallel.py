@@ -56,7 +56,7 @@ class ParallelConfig(Section):
 
     @field_validator("offload", mode="before")
     @classmethod
-    def _not_to_disk(cls, place: Any) -> Any:
+    def _not_to_disk(cls, place: object) -> Any:
         if place in ("nvme", "disk"):
             raise ValueError(
                 f"{place} is no place for all of it; set offload=ram, and for the optimizer's states "

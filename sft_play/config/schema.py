@@ -41,7 +41,7 @@ class RopeScaling(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_dynamic(cls, given: Any) -> Any:
+    def _not_dynamic(cls, given: object) -> Any:
         if isinstance(given, dict) and given.get("rope_type") == "dynamic":
             raise ValueError(
                 "rope_type=dynamic changes all positions with the longest row of a micro-batch, so that the "

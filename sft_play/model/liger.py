@@ -104,7 +104,7 @@ def forward_for(module: torch.nn.Module) -> Callable[..., torch.Tensor] | None:
     return geglu_forward if isinstance(module.act_fn, GELUTanh) else None
 
 
-def _same(kind: Any, known: Any, *names: str) -> bool:
+def _same(kind: object, known: object, *names: str) -> bool:
     """Whether functions of a class, by their names, have the code of those of a known one."""
     return all(same_code(getattr(kind, name, None), getattr(known, name)) for name in names)
 

@@ -27,7 +27,7 @@ MIXING = frozenset(
 QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 
 
-def cast_operands(func: Any, *args: Any) -> list[torch.Tensor]:
+def cast_operands(func: Callable[..., Any], *args: object) -> list[torch.Tensor]:
     """The copies that an elementwise kernel makes of operands in another type than the one it computes in.
 
     They live as long as the kernel runs (`TensorIteratorBase::compute_types`). A result in another type,
@@ -89,7 +89,7 @@ def masked_rows(scores: torch.Tensor, dim: int, *_: object) -> list[torch.Tensor
     return [masked, masked.all(dim, keepdim=True), torch.empty((), dtype=scores.dtype)]
 
 
-def scratch_of_products(rule: ScratchRule, *args: Any) -> list[torch.Tensor]:
+def scratch_of_products(rule: ScratchRule, *args: object) -> list[torch.Tensor]:
     """What products of 16-bit numbers take; the last two arguments are [..., m, k] and [..., k, n]."""
     first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
     if type_name(first.dtype) not in SIXTEEN_BIT:

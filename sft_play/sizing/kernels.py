@@ -205,7 +205,11 @@ class CudaAutocast(TorchFunctionMode):
     """Gives CPU tensors under autocast the dtypes that CUDA autocast would give them."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Casts what CUDA would cast; dropout keeps a mask of one byte per element, as on CUDA."""
         kwargs = kwargs or {}
@@ -334,7 +338,7 @@ def attributed_loss(recorder: AllocationRecorder) -> Iterator[None]:
     from sft_play.model.cpu import TiledLogProbs
 
     def attributed(function: Callable) -> staticmethod:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with recorder.attributing_to("loss"):
                 return function(*args, **kwargs)
 

@@ -138,7 +138,7 @@ class AllocationRecorder(Counts):
         if storage.nbytes():
             self._allocated(storage, self.term, self._layer)
 
-    def _freed(self, address: int, _: Any) -> None:
+    def _freed(self, address: int, _: object) -> None:
         block, _ = self._open.pop(address)
         self.live -= self.sizes[block]
         sum_, self._sum = self._sum, None
@@ -274,7 +274,7 @@ class AllocationRecorder(Counts):
         finally:
             self.times = before
 
-    def record(self, out: Any) -> None:
+    def record(self, out: object) -> None:
         """Records the result of an operation: a tensor, or a tuple or list that may contain tensors.
 
         A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed

@@ -95,7 +95,7 @@ def smaller_job(job: Job) -> Job:
     return replace(job, plan=replace(plan, why=(*plan.why, reason)))
 
 
-def _with(job: Job, section: str, **settings: Any) -> Job:
+def _with(job: Job, section: str, **settings: object) -> Job:
     """The job with other settings in a section of its config."""
     named = {f"{section}.{name}": value for name, value in settings.items()}
     typed = (f"{name}={value}" for name, value in named.items())

@@ -156,7 +156,7 @@ class PlannedTrainer(SFTTrainer):
         self.begin_phase("backward")
         return poisoned_if_not_finite(loss)
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: object = None) -> Any:
         """The norm of the gradients, which clipping has computed; if it is not finite, the step is skipped.
 
         Gradients are summed over the ranks before, so all ranks skip the same steps. DeepSpeed skips such a
@@ -224,7 +224,7 @@ class PlannedTrainer(SFTTrainer):
         return 0
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Logs loss and token accuracy of the validation rows, and returns them."""
         self.begin_phase("evaluation")
@@ -263,7 +263,7 @@ class PlannedTrainer(SFTTrainer):
         """The staging folder, for the library; our own code knows where checkpoints are published."""
         return str(self._writer.staging)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: object) -> None:
         """Writes a checkpoint, which appears in its place once it is complete.
 
         Raises:
@@ -276,7 +276,7 @@ class PlannedTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
 
     def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+        self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
     ) -> Any:
         """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently.
 

@@ -24,7 +24,7 @@ def undone() -> Iterator[None]:
             _OPEN.pop()
 
 
-def lasting(change: Callable[..., AbstractContextManager[Any]], *args: Any) -> None:
+def lasting(change: Callable[..., AbstractContextManager[Any]], *args: object) -> None:
     """Enters `change(*args)` until the innermost block of `undone` ends, unless the same lasts already.
 
     For what several share, none of whom can end it.
