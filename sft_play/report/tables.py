@@ -146,6 +146,7 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
     tokens = formatted(summary.get("supervised_tokens"), format_count)
     memory = memory_facts(summary, "memory", "reserved", "process")
+    weights = weights_step(summary)
     return [
         ("plan", f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"),
         ("trained on", f"{steps}, {tokens} supervised tokens"),
@@ -154,7 +155,7 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
-        *(("weights of", text) for text in [weights_step(summary)] if text),
+        *([("weights of", weights)] if weights else []),
         *saved_type(summary),
     ]
 
