@@ -31,8 +31,8 @@ class Rows:
         self.lengths = lengths
         self.offsets = offsets_of(lengths, device)
         self.longest = torch.empty(1).expand(max(2, *lengths))  # one element would be a constant too
-        mark_dynamic(self.offsets, 0, usual=16)
-        mark_dynamic(self.longest, 0, usual=1024)
+        mark_dynamic(self.offsets, 0)
+        mark_dynamic(self.longest, 0)
 
 
 @lru_cache(maxsize=1)  # all layers ask for those of one micro-batch

@@ -29,7 +29,6 @@ from sft_play.upstream.transformers import attention_called
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
 # a process trains. A layer of more of them would compute without compilation, and PyTorch would say so.
 VARIANTS = 32
-USUAL_TOKENS = 4096  # of a micro-batch, for which code is chosen
 
 
 def compile_layers(model: Any) -> None:
@@ -108,13 +107,9 @@ def _compiled(kind: Any) -> Callable[..., Any]:
 
 
 def _mark(hidden: torch.Tensor, *others: Any) -> None:
-    """Says that the numbers of rows and tokens change, in all inputs of a layer, [rows, tokens, ...].
-
-    Code for joined rows, which are one row, is the same whatever micro-batch comes first, so that a run that
-    goes on computes what it would have. Of padded rows the compiler may find some number to be one apart.
-    """
-    joined, tokens = hidden.shape[0] == 1, hidden.shape[1]
+    """Says that the numbers of rows and tokens change, in all inputs of a layer, [rows, tokens, ...]."""
+    tokens = hidden.shape[1]
     for value in chain([hidden], *others):
         for tensor in value if isinstance(value, tuple) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.shape[1:2] == (tokens,):
-                mark_dynamic(tensor, *([1] if joined else [0, 1]), usual=USUAL_TOKENS if joined else None)
+                mark_dynamic(tensor, 0, 1)

@@ -54,11 +54,8 @@ def compiling_layers(variants: int, code: str, folder: Callable[[], str]) -> Ite
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def mark_dynamic(tensor: Any, *dimensions: int, usual: int | None = None) -> None:
-    """Lets the compiler take these sizes of a tensor for ones that change; else they are constants.
-
-    Code is chosen for a `usual` size, so that it does not depend on the first tensor. It is an error if such
-    a size turns out to be a constant; without `usual` it is not.
+def mark_dynamic(tensor: Any, *dimensions: int) -> None:
+    """Lets the compiler take these sizes of a tensor for ones that change, unless a model needs a constant.
 
     What makes this unnecessary: an argument of `torch.compile`. With its `dynamic=True` sizes that are equal
     in the first micro-batch are one symbol, and the code is for such micro-batches alone.
@@ -66,10 +63,7 @@ def mark_dynamic(tensor: Any, *dimensions: int, usual: int | None = None) -> Non
     import torch
 
     for dimension in dimensions:
-        if usual is None:
-            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        else:
-            torch._dynamo.mark_dynamic(tensor, dimension, hint_override=usual)
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def cpu_attention(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> tuple[Any, Any]:

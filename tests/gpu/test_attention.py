@@ -66,7 +66,7 @@ def test_the_operator_of_compiled_layers_gives_the_same(device):
         shapes = [(1, heads, sum(lengths), 64) for heads in (4, 2, 2)]
         inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
         for tensor in inputs:
-            mark_dynamic(tensor, 2, usual=64)
+            mark_dynamic(tensor, 2)
         assert serves(inputs[0], inputs[2], 0.0)
         rows = rows_of(lengths, device)
         for attend, window in ((attend_joined, None), (attend_joined, 100), (attend_joined, 17), (graph, 17)):

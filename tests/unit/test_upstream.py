@@ -41,7 +41,6 @@ CALLED = {
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
     "peft:PeftModel.get_base_model": "",
     "peft.tuners.lora.layer:LoraVariant.forward": "module active_adapter x result",
-    "torch._dynamo:mark_dynamic": "t index hint_override",
     "torch._dynamo:maybe_mark_dynamic": "t index",
     "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "",
     "torch.nn.attention.varlen:varlen_attn": "scale window_size enable_gqa",
