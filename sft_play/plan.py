@@ -118,6 +118,9 @@ class Plan:
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
+    kernels_origin: str | None = None  # PROBED: they were timed beside others, and won
+    compile: bool = False  # whether decoder layers are compiled
     step_seconds: float | None = None  # predicted, of an optimizer step of average size
     step_seconds_origin: str = PROFILED  # the profile alone, EARLIER, or PROBED
     profile_seconds: float | None = None  # as the device profile alone predicts them

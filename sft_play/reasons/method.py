@@ -229,7 +229,7 @@ class LayerKernels(Reason):
         saved, row = format_bytes(self.saved_bytes), LAYERS[self.kernels]
         if not self.on:
             return (
-                f"{row.label} are off, since no proof on a GPU has seen them win yet; {row.setting} takes "
-                f"{saved} less at the same micro-batch"
+                f"{row.label} are off until a run of enough steps has timed them on this GPU; {row.setting} "
+                f"takes {saved} less at the same micro-batch"
             )
         return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} less than ours"
