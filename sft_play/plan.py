@@ -121,7 +121,9 @@ class Plan:
     kernels: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
     kernels_origin: str | None = None  # PROBED: they were timed beside others, and won
     compile: bool = False  # whether decoder layers are compiled
-    step_seconds: float | None = None  # predicted, of an optimizer step of average size
+    step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
+    step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
+    step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number
     step_seconds_origin: str = PROFILED  # the profile alone, EARLIER, or PROBED
     profile_seconds: float | None = None  # as the device profile alone predicts them
     refuted_seconds: float | None = None  # predicted by a profile that the probe has shown to be wrong
@@ -171,6 +173,8 @@ class Plan:
         values.pop("prefetch_layers", None)  # of a setting that is gone
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
+        if spread := values.get("step_seconds_range"):
+            values["step_seconds_range"] = tuple(spread)
         values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other
         why, alternatives = tuple(tree["why"]), tuple(tree["alternatives"])
         return cls(**parts_of(values), **values, memory=memory, why=why, alternatives=alternatives)

@@ -13,7 +13,7 @@ from sft_play.reasons.choices import ranks_text
 from sft_play.report.layout import apart, ending
 from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
-from sft_play.units import counted, format_bytes, format_count, format_duration
+from sft_play.units import counted, format_bytes, format_count, format_duration, format_range
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
@@ -156,8 +156,18 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+        *(("weights of", text) for text in [weights_step(summary)] if text),
         *saved_type(summary),
     ]
+
+
+def weights_step(summary: Mapping[str, Any]) -> str | None:
+    """The step whose weights a run has published: "step 80, the best of 144"; None if it has none."""
+    step, steps = summary.get("weights_step"), summary.get("optimizer_steps")
+    if not step or not steps:
+        return None
+    why = f"the best of {steps:,}" if summary.get("best_checkpoint") else "the last"
+    return f"step {step:,}, {why}"
 
 
 def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -203,6 +213,28 @@ def _speed(summary: Mapping[str, Any]) -> str:
 def said_of(origin: str | None) -> str:
     """What a number that was known before the run is called."""
     return {EARLIER: "from an earlier run", PROBED: "probed"}.get(origin or "", "predicted")
+
+
+def _step_range(plan: Mapping[str, Any]) -> tuple[float, float, float]:
+    """The seconds of a step by which plans are compared, the least and the most; of a plan that has them."""
+    seconds = plan["step_seconds"]
+    return seconds, *(plan.get("step_seconds_range") or (seconds, seconds))
+
+
+def by_duration(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the seconds of a step, such as hours or a price, as their range has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * least / seconds, value * most / seconds, form)
+
+
+def by_speed(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the steps per second, as the range of their seconds has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * seconds / most, value * seconds / least, form)
 
 
 def step_seconds(

@@ -69,6 +69,8 @@ def choose_again(job: Job, result: ProbeResult, cost: float) -> Again:
 
 def as_probed(plan: Plan, seconds: float | None) -> Plan:
     """The plan whose seconds are those that its probe measured."""
+    known = (seconds, seconds) if seconds else None
+    plan = replace(plan, step_seconds_range=known, step_seconds_range_reason=None)
     return replace(plan, step_seconds=seconds, step_seconds_origin=PROBED)
 
 

@@ -18,6 +18,7 @@ from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.model.architecture import class_to_name
+from sft_play.plan import Plan
 from sft_play.planning.speed.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
@@ -173,6 +174,15 @@ def measured_ram(session: Session) -> int | None:
     return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.sharing.machines
 
 
+def predicted_step(plan: Plan) -> dict[str, Any]:
+    """What was known of the seconds of a step, and what turned out to be wrong."""
+    return {
+        "predicted_step_seconds": plan.step_seconds,
+        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
+        "refuted_step_seconds": plan.refuted_seconds,
+    }
+
+
 def summarise(
     session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, saved: Saved | None
 ) -> dict[str, Any]:
@@ -208,9 +218,7 @@ def summarise(
         "mfu": reporter.mfu,
         "data_wait": reporter.data_wait,
         "padding_share": rows.padding_share,
-        "predicted_step_seconds": plan.step_seconds,
-        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
-        "refuted_step_seconds": plan.refuted_seconds,
+        **predicted_step(plan),
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(of_whole, device, probed, metered),
@@ -224,6 +232,7 @@ def summarise(
         "eval": before_and_after(job.run, state, saved),
         **facts_of_weights(session, saved),
         "best_checkpoint": state.best_model_checkpoint,
+        "weights_step": None if stopped else best_step(state),
     }
     if job.ranks.is_main:
         summary = update_summary(job.run, **summary)
