@@ -11,10 +11,14 @@ from torch._subclasses import FakeTensor
 
 from sft_play.choices.kernels import LAYERS, LIBRARY
 from sft_play.job import request_of
+from sft_play.launch import accelerate
 from sft_play.model import layer_forward
 from sft_play.planning.answers.resumed import resumed_plan
 from sft_play.planning.speed.timed_kernels import read_verdicts
+from sft_play.runlog import RunDir, read_json
 from sft_play.train.kernel_turns import _path
+from tests.conftest import REPOSITORY
+from tests.integration.cli import make_workspace, sft
 from tests.integration.test_probe import ROWS, proven, sized
 from tests.jobs import make_job
 
@@ -83,6 +87,19 @@ def test_kernels_that_are_slower_or_wrong_or_fail_are_left_out_and_not_asked_aga
     session.trainer.model(**inputs)  # by ours again: with the others it would fail
     proven(job)
     assert "timed: Odd kernels" not in capsys.readouterr().out
+
+
+def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
+    """Rank 0 alone would take those of transformers, which are slow on rank 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / "slowed_rank.py")
+    config = make_workspace(tmp_path / "work", tiny_model)
+    words = ("train.effective_batch_size=8", "train.gradient_checkpointing=false", "train.max_steps=2")
+    more = ("--processes", "2", "--engine", "ddp", "train.probe=search", "eval.generate=false")
+    done = sft("train", "--config", config, *words, *more)
+    assert done.code == 0, done.err
+    assert "timed: The passes of transformers: a step took" in done.out and "no clear gain" in done.out
+    assert read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]["kernels"] == "own"
 
 
 def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_on(
