@@ -57,7 +57,7 @@ def ended_by_signals() -> Iterator[None]:
     """
     owner = os.getpid()
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: object) -> None:
         if os.getpid() != owner:  # a worker that was forked meanwhile ends as if this was not here
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
