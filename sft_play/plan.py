@@ -118,7 +118,9 @@ class Plan:
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
-    step_seconds: float | None = None  # predicted, of an optimizer step of average size
+    step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
+    step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
+    step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number
     step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
     profile_seconds: float | None = None  # as the device profile alone predicts them
     memory: Memory | None = None
@@ -167,6 +169,8 @@ class Plan:
         values.pop("prefetch_layers", None)  # of a setting that is gone
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
+        if spread := values.get("step_seconds_range"):
+            values["step_seconds_range"] = tuple(spread)
         values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other
         why, alternatives = tuple(tree["why"]), tuple(tree["alternatives"])
         return cls(**parts_of(values), **values, memory=memory, why=why, alternatives=alternatives)

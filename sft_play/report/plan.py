@@ -12,7 +12,7 @@ from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
 from sft_play.report.table import Table, on_screen
-from sft_play.report.tables import MISSING, formatted, said_of
+from sft_play.report.tables import MISSING, by_duration, by_speed, formatted, said_of
 from sft_play.report.ways import methods_on_screen
 from sft_play.spelling import as_typed
 from sft_play.ui.screen import NamedValues, Words
@@ -62,6 +62,12 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
     )
 
 
+def how_compared(plan: Mapping[str, Any]) -> list[str]:
+    """What the one speed of each plan assumes, where it may have others."""
+    said = "tokens/s of this table: over the slowest links, nothing overlapped, as plans are compared"
+    return [said] if plan.get("step_seconds_range_reason") else []
+
+
 def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     """The candidates, with bars of their speed and peak."""
     rows = candidates(tree, SHOWN)
@@ -69,7 +75,8 @@ def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     fastest, largest = max(speeds) or 1, max(peaks)
     bars = {2: [speed / fastest for speed in speeds], 3: [peak / largest for peak in peaks]}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
-    return Group(table, *(Words(Text(note, style="dim")) for note in faster_ones(rows, tree["plan"])))
+    notes = [*how_compared(tree["plan"]), *faster_ones(rows, tree["plan"])]
+    return Group(table, *(Words(Text(note, style="dim")) for note in notes))
 
 
 def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
@@ -79,10 +86,10 @@ def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> l
         if _speed(row) <= 1 or _speed_text(row, plan) == _speed_text({**row, "relative_speed": 1.0}, plan):
             continue
         other, name, ours = engine_of(row["engine"]), engine_label(row), engine_label(plan)
-        if other.trades_speed and not chosen.trades_speed:
-            why = f"{name} costs time that no prediction has: {ours} is taken where it fits as well"
-        elif other.shards_weights and not chosen.shards_weights:
+        if other.shards_weights and not chosen.shards_weights:
             why = f"{name} may take longer than predicted, by more than it would gain over {ours}"
+        elif other.trades_speed and not chosen.trades_speed:
+            why = f"{name} costs time that no prediction has: {ours} is taken where it fits as well"
         else:
             size = f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}"
             why = f"{size} is faster by less than predictions can tell; the chosen plan has fewer passes"
@@ -149,10 +156,16 @@ def _time(plan: Mapping[str, Any]) -> list[Words]:
     seconds, speed = plan.get("step_seconds"), plan.get("tokens_per_second")
     if not seconds:
         return []
-    tokens = f", {speed:,.0f} tokens/s" if speed else ""
-    total = format_duration(seconds * plan["total_steps"])
+    step = by_duration(plan, seconds, format_duration)
+    total = by_duration(plan, seconds * plan["total_steps"], format_duration)
+    tokens = f", {by_speed(plan, speed, '{:,.0f}'.format)} tokens/s" if speed else ""
+    between = f": {reason}" if (reason := plan.get("step_seconds_range_reason")) else ""
     said = said_of(plan.get("step_seconds_origin"))
-    return [Words(f"{said}: {format_duration(seconds)} a step, {total} in total{tokens}")]
+    return [Words(f"{said}: {step} a step, {total} in total{tokens}{between}")]
+
+
+def _hours(plan: Mapping[str, Any], hours: float | None) -> str:
+    return by_duration(plan, hours, lambda spent: f"{spent:,.{int(spent < 100)}f}")
 
 
 def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
@@ -173,8 +186,9 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
         lines.append(("RAM", f"{format_bytes(host['needed_bytes'])} of the machine, predicted"))
     lines += [("time", words.text.plain) for words in _time(plan)]
     if hours := plan.get("gpu_hours"):
-        cost = "" if plan.get("cost") is None else f", which cost {plan['cost']:,.2f}"
-        lines.append(("GPU hours", f"{hours:,.{int(hours < 100)}f}{cost}"))
+        price = plan.get("cost")
+        cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"
+        lines.append(("GPU hours", _hours(plan, hours) + cost))
     lines.append(("steps", _steps(plan)))
     parts: list[RenderableType] = [
         Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),

@@ -13,7 +13,7 @@ from sft_play.reasons.choices import ranks_text
 from sft_play.report.layout import apart, ending
 from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
-from sft_play.units import counted, format_bytes, format_count, format_duration
+from sft_play.units import counted, format_bytes, format_count, format_duration, format_range
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
@@ -213,6 +213,28 @@ def _speed(summary: Mapping[str, Any]) -> str:
 def said_of(origin: str | None) -> str:
     """What a number that was known before the run is called."""
     return "from an earlier run" if origin == EARLIER else "predicted"
+
+
+def _step_range(plan: Mapping[str, Any]) -> tuple[float, float, float]:
+    """The seconds of a step by which plans are compared, the least and the most; of a plan that has them."""
+    seconds = plan["step_seconds"]
+    return seconds, *(plan.get("step_seconds_range") or (seconds, seconds))
+
+
+def by_duration(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the seconds of a step, such as hours or a price, as their range has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * least / seconds, value * most / seconds, form)
+
+
+def by_speed(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the steps per second, as the range of their seconds has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * seconds / most, value * seconds / least, form)
 
 
 def step_seconds(summary: Mapping[str, Any]) -> tuple[float | None, float | None, str | None]:

@@ -10,12 +10,11 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
 from sft_play.report.layout import apart
 from sft_play.report.table import Table, on_screen
-from sft_play.report.tables import formatted
+from sft_play.report.tables import by_duration, formatted
 from sft_play.spelling import as_typed
 from sft_play.ui.screen import Words
-from sft_play.units import GIB, capitalized, counted, format_bytes, format_duration
+from sft_play.units import GIB, capitalized, counted, format_bytes
 
-HOUR = 3600
 NO_FIT = "does not fit"
 
 
@@ -28,7 +27,7 @@ def methods_table(tree: Mapping[str, Any]) -> Table:
     """A row for each method of a plan that has `methods`, as `other_methods` gives them."""
     rows, chosen = tree["methods"], tree["method"]
     return Table(
-        ("method", "GPUs", "tokens/s", "time", "memory"),
+        ("method", "GPUs", "tokens/s", "hours", "memory"),
         [(capitalized(METHODS[row["method"]]), *_way_cells(row)) for row in rows],
         "By each method",
         left=(0, 1),
@@ -40,7 +39,7 @@ def _way_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not row["fits"]:
         return "no plan found", "", "", ""
     memory = format_bytes(row["process_bytes"])
-    return f"{row['gpus']}{_ram(row)}", _speed(row), _time(row), memory
+    return f"{row['gpus']}{_ram(row)}", _speed(row), _hours(row, row["hours"]), memory
 
 
 def methods_legend(tree: Mapping[str, Any]) -> list[str]:
@@ -81,15 +80,15 @@ def cheapest_table(tree: Mapping[str, Any]) -> Table:
     for row in tree["cheapest"]:
         name = "" if row["method"] == before else capitalized(METHODS[row["method"]])
         where = f"{row['gpus']} x {row['gpu']} ({row['total_bytes'] / GIB:.0f} GiB){_ram(row)}"
-        rows.append((name, where, _speed(row), _time(row)))
+        rows.append((name, where, _speed(row), _hours(row, row["hours"])))
         before = row["method"]
-    head = ("method", "what to rent or own", "tokens/s", "time")
+    head = ("method", "what to rent or own", "tokens/s", "hours")
     return Table(head, rows, "The cheapest ways: the fewest GPUs, and of these the smallest", left=(0, 1))
 
 
 def gpus_tables(tree: Mapping[str, Any]) -> list[Table]:
     """A table for each method, with a row for each GPU."""
-    head = ("GPU", "memory", "needs", "micro-batch", "tokens/s", "GPU hours" if tree["seen"] else "time")
+    head = ("GPU", "memory", "needs", "micro-batch", "tokens/s", "GPU hours" if tree["seen"] else "hours")
     tables = []
     for mode in tree["cards"][0]["plans"]:
         rows = []
@@ -110,8 +109,10 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
         said.append("1 of 2 GPUs: two GPUs divide the tokens of one row (sequence parallelism).")
     if len({plan["effective_batch_size"] for plan in plans}) > 1:
         said.append("Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU.")
-    hours = "GPU hours: hours of the run times GPUs." if tree["seen"] else "time: of the whole run."
-    said.append(f"tokens/s: predicted from data sheets, n/a where they do not tell it or the link. {hours}")
+    said.append(
+        "tokens/s: predicted from data sheets, n/a without one, over the slowest links that there may be. "
+        f"hours: of the whole run{', times GPUs' if tree['seen'] else ''}, a range where links decide."
+    )
     if any(row["offload"] == "ram" for row in tree["cheapest"]):
         ram = "With OFFLOAD=ram, weights, gradients and optimizer states are in RAM; tokens/s: at least."
         said.append(as_typed(ram))
@@ -123,10 +124,8 @@ def _card_cells(plan: Mapping[str, Any], *, seen: bool) -> tuple[str, ...]:
         return NO_FIT, "", "", ""
     engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
     group = f" of {plan['sequence_ranks']} GPUs" if plan["sequence_ranks"] > 1 else ""
-    last = (
-        formatted(plan["gpu_hours"], lambda spent: f"{spent:,.{int(spent < 100)}f}") if seen else _time(plan)
-    )
-    return counted(plan["gpus"], "GPU") + engine, f"{plan['micro_batch_size']:,}{group}", _speed(plan), last
+    hours = _hours(plan, plan["gpu_hours" if seen else "hours"])
+    return counted(plan["gpus"], "GPU") + engine, f"{plan['micro_batch_size']:,}{group}", _speed(plan), hours
 
 
 def _ram(row: Mapping[str, Any]) -> str:
@@ -135,11 +134,12 @@ def _ram(row: Mapping[str, Any]) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str:
+    """By which plans are compared: over the slowest links that there may be."""
     return formatted(row["tokens_per_second"], "{:,.0f}".format)
 
 
-def _time(row: Mapping[str, Any]) -> str:
-    return formatted(row["hours"], lambda hours: format_duration(hours * HOUR))
+def _hours(row: Mapping[str, Any], hours: float | None) -> str:
+    return by_duration(row, hours, lambda found: f"{found:,.{int(found < 100)}f}")
 
 
 def _dim(texts: Sequence[str]) -> list[Words]:

@@ -10,6 +10,7 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
+from sft_play.machine.links import links_of
 from sft_play.plan import Plan
 from sft_play.planning.allowed import leanest_memories
 from sft_play.planning.candidates.batch import learning_rates
@@ -23,7 +24,7 @@ from sft_play.planning.speed.clock import (
     sequence_messages,
     work_of_request,
 )
-from sft_play.planning.speed.devices import collectives_of, links_of
+from sft_play.planning.speed.devices import collectives_of
 
 SCALES = (1, 2, 4, 8)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
@@ -136,7 +137,7 @@ def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "links": links_of(machine, world, plan.sharing.replicas),
+                "links": [link.slowest for link in links_of(machine, world, plan.sharing.replicas)],
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
@@ -207,6 +208,9 @@ def plans_by_mode(
             "replicas": plan.sharing.replicas,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
             "tokens_per_second": run.facts.tokens_per_second(plan),
+            "step_seconds": plan.step_seconds,
+            "step_seconds_range": plan.step_seconds_range,
+            "step_seconds_range_reason": plan.step_seconds_range_reason,
             "hours": run_hours(plan),
             "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
         }

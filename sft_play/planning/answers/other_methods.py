@@ -18,7 +18,7 @@ from sft_play.planning.allowed import candidates, estimator_of
 from sft_play.planning.answers.other_machines import COUNTS, run_hours
 from sft_play.planning.candidates.weights_alone import weight_bytes
 from sft_play.planning.request import Request
-from sft_play.planning.speed.clock import plan_clock
+from sft_play.planning.speed.clock import plan_clock, with_range
 
 NONE = (ConfigError, DoesNotFitError, UntraceableModel)  # what there is no plan for
 
@@ -99,6 +99,9 @@ def plan_row(request: Request, plan: Plan) -> dict[str, Any]:
         "process_bytes": plan.memory.process_bytes,
         "ram_bytes": plan.memory.host.needed_bytes if plan.memory.host else None,
         "tokens_per_second": request.facts.tokens_per_second(plan),
+        "step_seconds": plan.step_seconds,
+        "step_seconds_range": plan.step_seconds_range,
+        "step_seconds_range_reason": plan.step_seconds_range_reason,
         "hours": run_hours(plan),
     }
 
@@ -151,7 +154,8 @@ def _first_that_fits(request: Request, drafts: list[Plan], sizes: Sequence[int])
             continue
         memory = estimate(config, draft, complete=True)
         if memory.fits:
-            return replace(draft, memory=memory, step_seconds=seconds(config, draft))
+            sized = replace(draft, memory=memory, step_seconds=seconds(config, draft))
+            return with_range(request, sized)
     return None
 
 

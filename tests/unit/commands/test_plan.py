@@ -89,7 +89,7 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
 
 FOUND = {
     "gpus": 4, "engine": "fsdp2", "replicas": 1, "sequence_ranks": 1, "micro_batch_size": 8, "peak_bytes": 2**30,
-    "effective_batch_size": 16, "tokens_per_second": None, "hours": None, "gpu_hours": 2.5,
+    "effective_batch_size": 16, "tokens_per_second": None, "hours": None, "gpu_hours": 2.5, "step_seconds": 1.0,
 }  # fmt: skip
 
 
@@ -116,9 +116,9 @@ def test_the_cheapest_ways_come_before_the_tables_of_cards():
     in_ram = way | {"gpus": 1, "gpu": "L4", "offload": "ram", "ram_bytes": 64 * 2**30}
     text = screen(gpus_report(cards(full=plan) | {"cheapest": [way, in_ram]}))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    first = lines.index("Full fine-tuning 4 x H200 (140 GiB) 100 1 h 30 min")
-    assert lines[first + 1] == "1 x L4 (140 GiB) and 64 GiB of RAM 100 1 h 30 min"
-    assert first < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 100 1 h 30 min") and "OFFLOAD=ram" in text
+    first = lines.index("Full fine-tuning 4 x H200 (140 GiB) 100 1.5")
+    assert lines[first + 1] == "1 x L4 (140 GiB) and 64 GiB of RAM 100 1.5"
+    assert first < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 100 1.5") and "OFFLOAD=ram" in text
 
 
 def test_tables_of_cards_fit_into_80_columns():
