@@ -76,25 +76,32 @@ def gpus_caption(tree: Mapping[str, Any]) -> str:
 
 def cheapest_table(tree: Mapping[str, Any]) -> Table:
     """What to rent or own for each method: one line, and another for one GPU with much RAM."""
-    rows, before = [], None
-    for row in tree["cheapest"]:
-        name = "" if row["method"] == before else capitalized(METHODS[row["method"]])
+    found, rows = tree["cheapest"], list[tuple[str, ...]]()
+    priced = any(row.get("cost") is not None for row in found)
+    for number, row in enumerate(found):
+        again = number and found[number - 1]["method"] == row["method"]
+        name = "" if again else capitalized(METHODS[row["method"]])
         where = f"{row['gpus']} x {row['gpu']} ({row['total_bytes'] / GIB:.0f} GiB){_ram(row)}"
-        rows.append((name, where, _speed(row), _hours(row, row["hours"])))
-        before = row["method"]
-    head = ("method", "what to rent or own", "tokens/s", "hours")
-    return Table(head, rows, "The cheapest ways: the fewest GPUs, and of these the smallest", left=(0, 1))
+        cost = (_cost(row),) if priced else ()
+        rows.append((name, where, _speed(row), _hours(row, row["hours"]), *cost))
+    head = ("method", "what to rent or own", "tokens/s", "hours", *(("cost",) if priced else ()))
+    by = "by your prices" if priced else "the fewest GPUs, and of these the smallest"
+    return Table(head, rows, f"The cheapest ways: {by}", left=(0, 1))
 
 
 def gpus_tables(tree: Mapping[str, Any]) -> list[Table]:
     """A table for each method, with a row for each GPU."""
-    head = ("GPU", "memory", "needs", "micro-batch", "tokens/s", "GPU hours" if tree["seen"] else "hours")
+    plans = [plan for row in tree["cards"] for plan in row["plans"].values()]
+    hours = "GPU hours" if tree["seen"] else "hours"
+    last = (hours, "cost") if any(plan.get("cost") is not None for plan in plans) else ("tokens/s", hours)
     tables = []
     for mode in tree["cards"][0]["plans"]:
         rows = []
         for card in tree["cards"]:
-            cells = _card_cells(card["plans"][mode], seen=tree["seen"])
+            plan = card["plans"][mode]
+            cells = (NO_FIT, "", "", "") if "problem" in plan else _card_cells(plan, last)
             rows.append((card["gpu"], f"{card['total_bytes'] / GIB:.0f} GiB", *cells))
+        head = ("GPU", "memory", "needs", "micro-batch", *last)
         tables.append(Table(head, rows, capitalized(METHODS[mode]), left=(0, 2)))
     return tables
 
@@ -119,13 +126,17 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _card_cells(plan: Mapping[str, Any], *, seen: bool) -> tuple[str, ...]:
-    if "problem" in plan:
-        return NO_FIT, "", "", ""
+def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]:
     engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
     group = f" of {plan['sequence_ranks']} GPUs" if plan["sequence_ranks"] > 1 else ""
-    hours = _hours(plan, plan["gpu_hours" if seen else "hours"])
-    return counted(plan["gpus"], "GPU") + engine, f"{plan['micro_batch_size']:,}{group}", _speed(plan), hours
+    cells = {
+        "tokens/s": _speed(plan),
+        "hours": _hours(plan, plan["hours"]),
+        "GPU hours": _hours(plan, plan["gpu_hours"]),
+        "cost": _cost(plan),
+    }
+    first = counted(plan["gpus"], "GPU") + engine, f"{plan['micro_batch_size']:,}{group}"
+    return *first, *(cells[name] for name in last)
 
 
 def _ram(row: Mapping[str, Any]) -> str:
@@ -140,6 +151,10 @@ def _speed(row: Mapping[str, Any]) -> str:
 
 def _hours(row: Mapping[str, Any], hours: float | None) -> str:
     return by_duration(row, hours, lambda found: f"{found:,.{int(found < 100)}f}")
+
+
+def _cost(row: Mapping[str, Any]) -> str:
+    return by_duration(row, row.get("cost"), "{:,.2f}".format)
 
 
 def _dim(texts: Sequence[str]) -> list[Words]:

@@ -12,10 +12,11 @@ from typing import Any
 from sft_play.config.methods import METHODS
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
+from sft_play.machine.prices import price_of
 from sft_play.parts import flat
 from sft_play.plan import Plan
 from sft_play.planning.allowed import candidates, estimator_of
-from sft_play.planning.answers.other_machines import COUNTS, run_hours
+from sft_play.planning.answers.other_machines import COUNTS, cost_at, gpu_hours, run_hours
 from sft_play.planning.candidates.weights_alone import weight_bytes
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import plan_clock, with_range
@@ -52,6 +53,8 @@ def cheapest_ways(
 ) -> list[dict[str, Any]]:
     """For each method the fewest GPUs of a table, of these the smallest; and the smallest one with RAM.
 
+    Where the user has set prices, what costs least of the GPUs that have one.
+
     Args:
         request: the run on a GPU.
         modes: of tuning.
@@ -66,9 +69,10 @@ def cheapest_ways(
         smaller = by_size
         fitting = [card for card in by_size if "problem" not in card["plans"][mode]]
         if fitting:
-            best = min(fitting, key=lambda card: card["plans"][mode]["gpus"])
+            priced = [card for card in fitting if _price(card, mode) is not None]
+            best = min(priced or fitting, key=lambda card: (_price(card, mode) or 0, _gpus(card, mode)))
             rows.append(_way(mode, best, best["plans"][mode]))
-            if best["plans"][mode]["gpus"] == 1:
+            if _gpus(best, mode) == 1:
                 smaller = by_size[: by_size.index(best)]
         run = request.changed({"tuning.mode": mode})
         for card in smaller:
@@ -80,6 +84,16 @@ def cheapest_ways(
     return rows
 
 
+def _price(card: Mapping[str, Any], mode: str) -> float | None:
+    """Of the run on such GPUs, of which its number of rows may be assumed; None if it is unknown."""
+    price, plan = price_of(card["gpu"]), card["plans"][mode]
+    return cost_at(price, plan["hours"] and plan["hours"] * plan["gpus"])
+
+
+def _gpus(card: Mapping[str, Any], mode: str) -> int:
+    return int(card["plans"][mode]["gpus"])
+
+
 def _way(mode: str, card: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"method": mode, "gpu": card["gpu"], "total_bytes": card["total_bytes"], **plan}
 
@@ -87,6 +101,7 @@ def _way(mode: str, card: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[st
 def plan_row(request: Request, plan: Plan) -> dict[str, Any]:
     """The key numbers of a plan whose memory is known."""
     assert plan.memory
+    spent = gpu_hours(plan) if request.facts.seen else None
     return {
         "gpus": plan.sharing.world_size,
         "engine": plan.sharing.engine,
@@ -103,6 +118,7 @@ def plan_row(request: Request, plan: Plan) -> dict[str, Any]:
         "step_seconds_range": plan.step_seconds_range,
         "step_seconds_range_reason": plan.step_seconds_range_reason,
         "hours": run_hours(plan),
+        "cost": cost_at(price_of(request.machine.gpus[0].name), spent),
     }
 
 

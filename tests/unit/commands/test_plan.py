@@ -129,6 +129,12 @@ def test_tables_of_cards_fit_into_80_columns():
         assert text.count("123,456") == text.count("512 GPUs, FSDP2") == 3 and "…" not in text
 
 
+def test_hours_and_cost_of_a_card_are_ranges_where_its_step_is():
+    found = FOUND | {"gpu_hours": 100.0, "step_seconds": 2.0, "step_seconds_range": (1.5, 2.2), "cost": 40.0}
+    text = screen(gpus_report(cards(**dict.fromkeys(MODES, found)) | {"seen": True}))
+    assert text.count("75.0 to 110") == text.count("30.00 to 44.00") == 3 and "…" not in text
+
+
 @pytest.fixture()
 def one_gpu_of(monkeypatch):
     """A catalogue with one GPU that has so many GiB."""
