@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from sft_play.config.methods import METHODS, initialization_problem
+from sft_play.config.methods import METHODS
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
 from sft_play.machine.prices import price_of
@@ -33,10 +33,8 @@ def other_methods(request: Request, chosen: Plan, *, fewer: bool) -> list[dict[s
         fewer: whether fewer GPUs may do for another method, since nobody said how many there are.
     """
     counts = [count for count in COUNTS if count < request.processes] if fewer else []
-    rows, lora = [], request.config.tuning.lora
+    rows = []
     for mode in METHODS:
-        if initialization_problem(mode, lora.init, lora.use_dora):
-            continue
         plan: Plan | None = chosen
         if mode != request.config.tuning.mode:
             try:

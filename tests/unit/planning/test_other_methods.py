@@ -64,7 +64,8 @@ def test_weights_that_are_too_much_are_not_traced(monkeypatch):
 
 def test_a_method_that_contradicts_the_settings_is_left_out(monkeypatch):
     monkeypatch.setattr(answers, "METHODS", ("qlora",))
-    run = asked(**{"tuning.lora.init": "pissa"})
+    lora = asked().config.tuning.lora.model_copy(update={"init": "pissa"})
+    run = asked(**{"tuning.lora": lora})
     assert answers.other_methods(run, candidates(run)[0], fewer=False) == []
 
 
