@@ -1,6 +1,6 @@
 """Console report of a plan: what was chosen and why, its memory, and the alternatives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -71,9 +71,7 @@ def how_compared(plan: Mapping[str, Any]) -> list[str]:
 def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     """The candidates, with bars of their speed and peak."""
     rows = candidates(tree, SHOWN)
-    speeds, peaks = [_speed(row) for row in rows], [_needed(row) for row in rows]
-    fastest, largest = max(speeds) or 1, max(peaks)
-    bars = {2: [speed / fastest for speed in speeds], 3: [peak / largest for peak in peaks]}
+    bars = {2: _shares(map(_speed, rows)), 3: _shares(map(_needed, rows))}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
     notes = [*how_compared(tree["plan"]), *faster_ones(rows, tree["plan"])]
     return Group(table, *(Words(Text(note, style="dim")) for note in notes))
@@ -95,6 +93,13 @@ def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> l
             why = f"{size} is faster by less than predictions can tell; the chosen plan has fewer passes"
         found[why] = None
     return list(found)
+
+
+def _shares(values: Iterable[float]) -> list[float]:
+    """Each relative to the largest one."""
+    found = list(values)
+    largest = max(found) or 1
+    return [value / largest for value in found]
 
 
 def _speed(row: Mapping[str, Any]) -> float:

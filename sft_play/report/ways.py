@@ -8,6 +8,7 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
+from sft_play.reasons.choices import group_of
 from sft_play.report.layout import apart
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import by_duration, formatted
@@ -112,7 +113,7 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     said = []
     if tree["gpus"] is None:
         said.append("The fewest of 1, 2, 4 ... 512 GPUs, on machines of eight.")
-    if any(plan["sequence_ranks"] > 1 for plan in plans):
+    if any(group_of(plan) > 1 for plan in plans):
         said.append("1 of 2 GPUs: two GPUs divide the tokens of one row (sequence parallelism).")
     if len({plan["effective_batch_size"] for plan in plans}) > 1:
         said.append("Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU.")
@@ -128,7 +129,7 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
 
 def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]:
     engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
-    group = f" of {plan['sequence_ranks']} GPUs" if plan["sequence_ranks"] > 1 else ""
+    group = f" of {group_of(plan)} GPUs" if group_of(plan) > 1 else ""
     cells = {
         "tokens/s": _speed(plan),
         "hours": _hours(plan, plan["hours"]),
