@@ -208,10 +208,12 @@ def gpus_table(tree: Mapping[str, Any]) -> Table:
     hours = tree["seen"]
     each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
-    heads = [f"{name}\n{what}" for name in names for what in ("n x mb", "tok/s", "GPU-h" if hours else "GiB")]
+    priced = any(plan.get("cost") is not None for row in tree["cards"] for plan in row["plans"].values())
+    columns = ("n x mb", *(("GPU-h", "cost") if priced else ("tok/s", "GPU-h" if hours else "GiB")))
+    heads = [f"{name}\n{what}" for name in names for what in columns]
     rows = []
     for row in tree["cards"]:
-        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
+        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, columns)]
         rows.append([row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells])
     caption = f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens"
     return Table(["GPU", "GiB", *heads], rows, caption)
@@ -241,18 +243,29 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
+def _card_cells(plan: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     if "problem" in plan:
-        return "-", "-", "-"
+        return ("-",) * len(columns)
     speed = formatted(
         plan["tokens_per_second"], lambda found: f"{found:,.0f}" if found < 1e5 else format_count(found)
     )
-    if hours:
-        last = _hours(plan, plan["gpu_hours"]).replace(" to ", "-")
-    else:
-        last = _range(plan["least_bytes"], plan["peak_bytes"])
     group = f"/{plan['sequence_ranks']}" if plan["sequence_ranks"] > 1 else ""
-    return f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}", speed, last
+    cells = {
+        "n x mb": f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}",
+        "tok/s": speed,
+        "GPU-h": _in_cell(plan, plan["gpu_hours"], _hours(plan, plan["gpu_hours"])),
+        "cost": _in_cell(plan, plan.get("cost"), formatted(plan.get("cost"), "{:,.2f}".format)),
+        "GiB": _range(plan["least_bytes"], plan["peak_bytes"]),
+    }
+    return tuple(cells[name] for name in columns)
+
+
+def _in_cell(plan: Mapping[str, Any], value: float | None, one: str) -> str:
+    """A range of hours or prices in few digits, or the text of one number."""
+    found = by_duration(
+        plan, value, lambda part: format_count(part) if part >= 1000 else f"{part:.{int(part < 10)}f}"
+    )
+    return found.replace(" to ", "-") if " to " in found else one
 
 
 def _range(least: int | None, most: int | None) -> str:

@@ -11,6 +11,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
 from sft_play.machine.links import links_of
+from sft_play.machine.prices import price_of
 from sft_play.plan import Plan
 from sft_play.planning.allowed import leanest_memories
 from sft_play.planning.candidates.batch import learning_rates
@@ -211,7 +212,8 @@ def plans_by_mode(
             "step_seconds": plan.step_seconds,
             "step_seconds_range": plan.step_seconds_range,
             "step_seconds_range_reason": plan.step_seconds_range_reason,
-            "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
+            "gpu_hours": (hours := gpu_hours(plan) if run.facts.seen else None),
+            "cost": cost_at(price_of(request.machine.gpus[0].name), hours),
         }
     return plans
 
@@ -234,6 +236,11 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
     with suppress(ConfigError, DoesNotFitError):
         least = fastest_plan(request, smallest, explain=False, mix=False).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
+
+
+def cost_at(price: float | None, hours: float | None) -> float | None:
+    """Of a run at a price of a GPU for an hour, in the currency of the price; None if one is unknown."""
+    return None if price is None or hours is None else price * hours
 
 
 def gpu_hours(plan: Plan) -> float | None:
