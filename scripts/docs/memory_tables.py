@@ -129,6 +129,27 @@ def speeds_on_a_gpu() -> str:
     return table(("step", "tokens/s without padding", "MFU", "allocated peak"), rows)
 
 
+def seconds_on_a_gpu() -> str:
+    """Seconds of our own steps on a GPU, and what its data sheet predicts for each of them."""
+    tree = results("gpu/NVIDIA-H200-x1")
+    names = {"sft-play": "packed", "liger": "packed, Liger's kernels", "compiled": "packed, compiled"}
+    rows = []
+    for turn in tree["turns"]:
+        sheet = turn.get("data_sheet_step_seconds", ())
+        for tokens, measured, found in zip(
+            turn.get("step_tokens", ())[1:], turn["step_seconds"][1:], sheet, strict=len(sheet) > 0
+        ):
+            what = f"{turn['course'].removesuffix(', packed')}, {names[turn['side']]}"
+            cells = [f"{tokens:,}", f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
+            rows.append([what, *cells])
+    run = tree["run"]
+    measured, found = run["measured_step_seconds"], run["data_sheet_step_seconds"]
+    mean = f"{run['tokens_per_second'] * measured:,.0f}"
+    cells = [mean, f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
+    rows.append(["LoRA 8B, the whole run, mean", *cells])
+    return table(("step", "tokens", "seconds measured", "predicted by the data sheet", "error"), rows)
+
+
 def compiled_on_a_cpu() -> str:
     """By how much the prediction, without compiled layers, is above what runs with them took."""
     cases: dict[tuple[str, ...], dict[bool, str]] = {}
