@@ -11,7 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
 
 # Where the numbers of a plan come from. What an earlier run measured is no prediction.
-TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
+TRACED, PROFILED, EARLIER, PROBED = "trace", "profile", "earlier run", "probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,9 @@ class Plan:
     step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
     step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
     step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number
-    step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
+    step_seconds_origin: str = PROFILED  # the profile alone, EARLIER, or PROBED
     profile_seconds: float | None = None  # as the device profile alone predicts them
+    refuted_seconds: float | None = None  # predicted by a profile that the probe has shown to be wrong
     memory: Memory | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

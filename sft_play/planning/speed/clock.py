@@ -80,15 +80,18 @@ def step_seconds(
     )
 
 
-def plan_clock(request: Request, *, link: bool = True, best: bool = False) -> Clock:
+def plan_clock(
+    request: Request, *, link: bool = True, best: bool = False, profile: DeviceProfile | None = None
+) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
+    It goes by a `profile`, by default the one that plans count on.
     Without `link`, communication between processes takes no time. Where weights are sent for each
     micro-batch, the seconds are unknown if communication is. At `best`, links are as fast as they can be, and
     communication that was not measured goes on beside computation, as copies to and from RAM do.
     """
     facts, machine, processes = request.facts, request.machine, request.processes
-    profile = profile_of(machine, processes)
+    profile = profile or profile_of(machine, processes)
     work_of = work_of_request(request)
     inside = cache(lambda count: collectives_of(machine, count, best=best))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas, best=best))

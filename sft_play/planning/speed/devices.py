@@ -98,6 +98,12 @@ def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> N
     write_bytes(profile_path(device, threads), profile.to_json().encode())
 
 
+def forget_profile(machine: Machine, processes: int) -> None:
+    """Deletes what was measured of this machine's device, so that the next run measures it again."""
+    for count in {1, processes}:
+        profile_path(device_name(machine), training_threads(machine, count)).unlink(missing_ok=True)
+
+
 def saved_profile(
     machine: Machine, processes: int, *, again: bool = False, sixteen_bit: bool = True
 ) -> DeviceProfile:
