@@ -3,7 +3,7 @@
 Plain frozen data; nothing here decides anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,10 @@ class Memory:
     def fits(self) -> bool:
         """Whether it is predicted to be within the budget, and no earlier run has shown otherwise."""
         return self.within_budget and not self.ran_out
+
+    def fits_without(self, terms: Iterable[str]) -> bool:
+        """Whether the process would be within its budget if these terms of the peak took nothing."""
+        return self.process_bytes - sum(self.terms.get(term, 0) for term in terms) < self.budget_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The fields, `process_bytes` (null on a CPU) and what the host needs."""

@@ -151,7 +151,7 @@ class TrainConfig(Section):
         if self.asks_tiles and self.asked_activations == "keep":
             key = "activations=keep" if way == "keep" else "gradient_checkpointing=false"
             raise ValueError(
-                f"train.mlp_tiles={self.mlp_tiles} computes the MLPs of recomputed layers in parts, but "
+                f"{self.tiles_setting} computes the MLPs of recomputed layers in parts, but "
                 f"train.{key} recomputes none; set one of them to auto"
             )
         return self
@@ -160,6 +160,11 @@ class TrainConfig(Section):
     def asks_tiles(self) -> bool:
         """Whether MLPs are to compute in tiles, whatever the plan."""
         return self.mlp_tiles not in ("auto", 1)
+
+    @property
+    def tiles_setting(self) -> str:
+        """How many tiles are asked for, as a person types it."""
+        return f"train.mlp_tiles={self.mlp_tiles}"
 
     @property
     def asked_activations(self) -> Literal["auto", "keep", "recompute", "offload"]:

@@ -1,7 +1,8 @@
 """Why the batch, the engine and what is kept in memory are as they are."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.parts import SAID
 from sft_play.plan import HostMemory, Plan
@@ -31,6 +32,11 @@ def ranks_text(processes: int, sequence_ranks: int) -> str:
     if sequence_ranks == 1:
         return counted(processes, "process")
     return f"{counted(processes // sequence_ranks, 'group')} of {counted(sequence_ranks, 'process')}"
+
+
+def group_of(values: Mapping[str, Any]) -> int:
+    """How many processes divide the tokens of a micro-batch, by the JSON of a plan or of a run."""
+    return values.get("sequence_ranks") or 1  # an older run, or a plan that was refused, says nothing of it
 
 
 class Dealing(Reason):

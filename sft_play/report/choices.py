@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.config.resolved import Setting
+from sft_play.config.train import TrainConfig
+from sft_play.parts import Activations, flat
 from sft_play.report.card import public_name
 from sft_play.report.html import Block, Text
 from sft_play.report.plan import candidates, candidates_table, engine_label, way_of
@@ -24,8 +26,7 @@ CHOICES = {
     "model.max_seq_len": "max_seq_len",
     "train.padding_free": "padding_free",
     "train.gradient_checkpointing": "gradient_checkpointing",
-    "train.activations": "activations",
-    "train.mlp_tiles": "mlp_tiles",
+    **{f"train.{name}": name for name in flat(Activations()) if name in TrainConfig.model_fields},
     "train.mixed_precision": "mixed_precision",
     "model.dtype": "dtype",
     "model.attention": "attention",

@@ -136,9 +136,8 @@ class RunBatches:
 
     def of_rank(self, ranks: int) -> "RunBatches":
         """As `MicroBatch.of_rank`."""
-        train, evaluation = (
-            tuple(each.of_rank(ranks) for each in own) for own in (self.train, self.evaluation)
-        )
+        train = tuple(each.of_rank(ranks) for each in self.train)
+        evaluation = tuple(each.of_rank(ranks) for each in self.evaluation)
         return RunBatches(train, evaluation, part_of(self.held, ranks))
 
 

@@ -145,18 +145,18 @@ class _Clock(TrainerCallback):
         """The first step has no optimizer states yet, and libraries set themselves up in it."""
         self.meter.begin(phase if self.steps == STEPS else WARM_UP)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.steps += 1
         self.began = now(self.device)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.first = now(self.device) - self.began
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.meter.anchor()
         self.begin("optimizer")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.seconds = now(self.device) - self.began
 
 
