@@ -198,7 +198,7 @@ class Unproven(Reason):
 
 
 class CompiledLayers(Reason):
-    """Whether torch.compile compiles the decoder layers, which the prediction does not count on."""
+    """Whether torch.compile compiles the decoder layers; the prediction of memory does not count on it."""
 
     compiled: Literal["on", "off", "float8"]
 
@@ -212,8 +212,8 @@ class CompiledLayers(Reason):
         if self.compiled == "float8":
             also, not_so = " and multiply in float8", "do neither"
         return (
-            f"layers are compiled{also}, as set in the config; memory and seconds are predicted for layers "
-            f"that {not_so}, and the first step takes longer"
+            f"layers are compiled{also}, as set in the config; memory is predicted for layers that {not_so}, "
+            "seconds on a GPU with element-wise operations fused; the first step takes longer"
         )
 
 
@@ -226,10 +226,11 @@ class LayerKernels(Reason):
     saved_bytes: int  # of a process: what they take less than ours, with the same micro-batch
 
     def __str__(self) -> str:
-        saved, row = format_bytes(self.saved_bytes), LAYERS[self.kernels]
+        saved, row = format_bytes(abs(self.saved_bytes)), LAYERS[self.kernels]
         if not self.on:
             return (
-                f"{row.label} are off, since no proof on a GPU has seen them win yet; {row.setting} takes "
-                f"{saved} less at the same micro-batch"
+                f"{row.label} are off until a run of enough steps has timed them on this GPU; {row.setting} "
+                f"takes {saved} less at the same micro-batch"
             )
-        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} less than ours"
+        more = "less" if self.saved_bytes >= 0 else "more"
+        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} {more} than ours"
