@@ -215,7 +215,8 @@ def gpus_table(tree: Mapping[str, Any]) -> Table:
     each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
     priced = any(plan.get("cost") is not None for row in tree["cards"] for plan in row["plans"].values())
-    columns = ("n x mb", *(("GPU-h", "cost") if priced else ("tok/s", "GPU-h" if hours else "GiB")))
+    last = ("GPU-h", "cost") if priced else ("tok/s", "GPU-h")
+    columns = ("n x mb", *(last if hours or priced else ("tok/s", "GiB")))
     heads = [f"{name}\n{what}" for name in names for what in columns]
     rows = []
     for row in tree["cards"]:
