@@ -165,8 +165,8 @@ class Tiles(Reason):
 
     def __str__(self) -> str:
         return (
-            f"MLPs in {self.tiles} tiles of {self.tokens:,} tokens, {CAUSES[self.cause]}: of what is between "
-            "their layers a tile exists at a time, and is computed once more"
+            f"MLPs in {self.tiles} tiles of {self.tokens:,} tokens, {CAUSES[self.cause]}: one tile of "
+            "intermediates is held at a time, and recomputed in the backward pass"
         )
 
 
@@ -205,7 +205,7 @@ class WeightsAlone(Reason):
 
     engines: str  # labels
     held_bytes: int  # by the one that holds least
-    text = "out of reach: {engines}, since a process holds at least {held_bytes} of weights"
+    text = "{engines} ruled out: the weights alone need at least {held_bytes} per process"
 
 
 class GatheredWeights(Reason):

@@ -49,8 +49,8 @@ def run_page(run: RunRecord) -> Page:
         ("speed", "Speed", _speed),
         ("scaling", "Scaling", scaling_blocks),
         ("data", "Data", _data),
-        ("chosen", "What was chosen, and why", chosen_blocks),
-        ("asked", "What was asked", asked_blocks),
+        ("chosen", "Plan", chosen_blocks),
+        ("asked", "Settings", asked_blocks),
         ("environment", "Environment", environment_blocks),
     ]
     return replace(run_heading(run), sections=[_section(run, *part) for part in parts])

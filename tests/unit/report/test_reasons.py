@@ -94,8 +94,8 @@ SENTENCES = [
     ),
     (
         Tiles(16, 16_512, "exceed"),
-        "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: of what is between their layers a tile "
-        "exists at a time, and is computed once more",
+        "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: one tile of intermediates is held at a time, "
+        "and recomputed in the backward pass",
     ),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (
