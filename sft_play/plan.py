@@ -122,6 +122,9 @@ class Plan:
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
+    kernels_origin: str | None = None  # PROBED: they were timed beside others, and won
+    compile: bool = False  # whether decoder layers are compiled
     step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
     step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
     step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number

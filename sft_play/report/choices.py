@@ -31,6 +31,7 @@ CHOICES = {
     "model.dtype": "dtype",
     "model.attention": "attention",
     "train.learning_rate": "learning_rate",
+    "train.kernels": "kernels",
     "parallel.engine": "engine",
 }
 
@@ -92,7 +93,8 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         value = engine_label(plan) if key == "engine" else _text(entry)
         value = way_of(plan) if key == "activations" else value
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
-        origin = "planner" if asked is None or by_planner else _origin(asked)
+        by = (key == "kernels" and plan.get("kernels_origin")) or "planner"
+        origin = by if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))
     yield Table(("setting", "asked", "chosen", "origin"), rows, "The plan", left=range(4))

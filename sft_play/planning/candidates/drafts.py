@@ -163,6 +163,8 @@ def draft_plans(
             schedule=Schedule(learning_rate=rate, steps_per_epoch=per_epoch, total_steps=total),
             device=device.kind,
             compute_capability=device.compute_capability,
+            kernels=config.train.layer_kernels,
+            compile=config.train.compile,
         )
         for sharing, activations, split in product(
             _sharings(config, device, world_size, machines), ways(train, device.kind), splits

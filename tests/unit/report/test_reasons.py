@@ -193,7 +193,7 @@ SENTENCES = [
     ),
     (
         LayerKernels("liger", False, 97, GIB),
-        "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
+        "Liger's kernels are off until a run of enough steps has timed them on this GPU; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
     (
