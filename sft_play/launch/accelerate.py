@@ -26,6 +26,7 @@ from sft_play.launch.ranks import (
     reports_folder,
     says_lost_peer,
 )
+from sft_play.launch.rendezvous import SHUTDOWN_VARIABLE
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
@@ -111,7 +112,7 @@ def launch_environment(device: str, processes: int, interface: str | None) -> di
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that GPU indices are those of nvidia-smi
         # By default, SIGUSR1 kills torchrun and orphans its ranks; forwarded to them, it makes them save.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_GRACE_S),
+        SHUTDOWN_VARIABLE: str(SAVE_GRACE_S),
     }
     if device == "cpu":
         # Not ACCELERATE_USE_CPU, which disables DeepSpeed; the trainer sets use_cpu itself.
