@@ -102,8 +102,8 @@ TORCH = 2.13.0
 BUILT = deepspeed rouge-score
 TOOLS = .venv-tools
 COMPILE = "$(TOOLS)/bin/uv" pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --no-emit-find-links
-# An extra takes the versions of the other locks, and adds what is not in them.
-ADDED = --constraint requirements.lock --constraint requirements-source.lock $$(sed -n 's/==.*//p' requirements.lock requirements-source.lock | sed 's/^/--no-emit-package /') --no-emit-package torch
+# An extra takes the versions of the other locks, and adds what is not in them. PyTorch pins its own triton.
+ADDED = --constraint requirements.lock --constraint requirements-source.lock $$(sed -n 's/==.*//p' requirements.lock requirements-source.lock | sed 's/^/--no-emit-package /') --no-emit-package torch --no-emit-package triton
 FLOOR = .venv-floor
 # Compares with measurements that were made with the locked versions.
 RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
@@ -115,6 +115,7 @@ CHOSEN = $(subst $(COMMA), ,$(EXTRAS))
 UNKNOWN_EXTRAS = $(filter-out $(LOCKED_EXTRAS),$(CHOSEN))
 $(if $(UNKNOWN_EXTRAS),$(error no such extra: $(UNKNOWN_EXTRAS); there are: $(LOCKED_EXTRAS)))
 INSTALL = $(PY) scripts/pip_install.py
+LOCKED = --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement
 TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
 ##@ Setup
@@ -130,8 +131,8 @@ install: $(READY) $(CHOSEN:%=$(VENV)/.ready-%) ## Create .venv with locked versi
 # Locked wheels come first; nothing of them runs while they are installed. torch comes in whatever build the package index
 # of this machine provides, so without hashes; its CUDA build brings NVIDIA's libraries. What has no wheels is built last, by
 # locked tools. The DS_* variables keep DeepSpeed's setup from looking for a CUDA compiler; its operators are compiled on
-# first use.
-$(READY): requirements.lock requirements-source.lock pyproject.toml
+# first use. Liger's kernels come along with a CUDA build, also where no GPU is: on login nodes, in images.
+$(READY): requirements.lock requirements-source.lock locks/liger.lock pyproject.toml
 	$(call quote,$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
 	@echo $(call quote,Installing into $(VENV) (first use only): a minute or two)
 	$(call quote,$(PYTHON)) -m venv $(call quote,$(VENV))
@@ -140,14 +141,15 @@ $(READY): requirements.lock requirements-source.lock pyproject.toml
 	@echo '  2 of 3: PyTorch $(TORCH); with CUDA several gigabytes'
 	$(INSTALL) torch==$(TORCH)
 	@echo '  3 of 3: packages that are built here'
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) $(LOCKED) requirements-source.lock
 	$(INSTALL) --no-deps --no-build-isolation --editable .
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then $(INSTALL) $(LOCKED) locks/liger.lock; fi
 	touch $(call quote,$@)
 
 # Some extras have packages without wheels, which locked tools build.
 $(VENV)/.ready-%: locks/%.lock $(READY)
 	@echo '  extra $*'
-	$(INSTALL) --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement $<
+	$(INSTALL) $(LOCKED) $<
 	touch $(call quote,$@)
 
 .PHONY: gpu-info

@@ -21,7 +21,7 @@ import psutil
 from sft_play.errors import RunInUseError
 from sft_play.files import read_whole, storing, write_atomic
 from sft_play.secrets import redact
-from sft_play.spelling import as_typed
+from sft_play.spelling import RUNS, as_typed
 from sft_play.units import KIB, MIB
 
 # Bytes of a file in a run directory; a longer one is none of ours.
@@ -74,10 +74,17 @@ class RunDir:
         """What libraries printed; ranks above 0 have their own file."""
         return self.path / (f"log.rank{self.rank}.txt" if self.rank else "log.txt")
 
+    @property
+    def typed(self) -> str:
+        """What RUN is set to for this run: its name, or its folder if that is elsewhere."""
+        if self.path.parent == Path(RUNS):
+            return self.path.name
+        return str(self.path) if len(self.path.parts) > 1 else f"./{self.path}"
+
     def resume_command(self, processes: int = 1) -> str:
-        """What continues from the latest checkpoint; the resolved config has all overrides."""
+        """What continues from the latest checkpoint, with the settings that the run has."""
         count = f" NGPU={processes}" if processes > 1 else ""
-        return as_typed(f"make resume CONFIG={shlex.quote(str(self.config))}{count}")
+        return as_typed(f"make resume RUN={shlex.quote(self.typed)}{count}")
 
     def write_json(self, path: Path, value: object) -> None:
         """Writes `path` atomically."""

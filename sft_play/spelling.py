@@ -9,6 +9,7 @@ import re
 import shlex
 
 BY_MAKE = "SFT_PLAY_MAKE"  # which the Makefile sets
+RUNS = "runs"  # the folder in which a run is named by its name alone
 
 SAME = [  # targets of make that are commands of sft-play
     "gpu-info", "memory-check", "device-profile", "check", "setup-accelerate", "prepare", "process", "style",
@@ -117,7 +118,7 @@ def _command(found: re.Match[str]) -> str:
 
 def _folder(run: str) -> str:
     """The folder of a run, which is named by itself or in the folder of runs."""
-    return run if "/" in run else f"runs/{run}"
+    return run if "/" in run else f"{RUNS}/{run}"
 
 
 def _flag(target: str, name: str, value: str) -> str:

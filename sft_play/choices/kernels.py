@@ -47,11 +47,9 @@ class Option:
             found = "{} ({}.{})".format(name, *capability or ()) if device == "cuda" else "the CPU"
             raise ConfigError(f"{self.setting} needs {self.of_gpus}, and this is {found}; set {self.off}")
         if here and not self.is_installed():
-            names = list(self.packages.values())
             raise ConfigError(
-                f"{self.setting} needs the package{'s' * (len(names) > 1)} {' and '.join(names)}, which "
-                f"{'are' if len(names) > 1 else 'is'} not installed; run `{install_command(self.extra)}`, or "
-                f"set {self.off}"
+                f"{self.setting} needs the package {' and '.join(self.packages.values())}, which is not "
+                f"installed; run `{install_command(self.extra)}`, or set {self.off}"
             )
 
 
@@ -98,7 +96,7 @@ LIGER = LayerKernels(
     off="train.kernels=auto",
     gpus=TRITON,
     of_gpus=OF_TRITON,
-    packages={"liger_kernel": "liger-kernel", "triton": "triton"},
+    packages={"liger_kernel": "liger-kernel"},  # triton, which it needs, comes with PyTorch's CUDA build
     extra="liger",
     label="Liger's kernels",
     says="liger: the Triton kernels of liger-kernel, on GPUs.",

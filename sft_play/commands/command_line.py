@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,15 +197,15 @@ def end(
 ) -> int:
     """Ends a command: prints its result, a JSON value, with --json, else what it shows a person; returns 0.
 
-    `then` are make targets to run next, for the same run: with the typed overrides, or those that the config
-    of a trained `run` has.
+    `then` are make targets to run next: with what was typed, or for a trained `run`.
     """
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
     elif then:
-        trained = run.config if run and args.overrides and run.config.exists() else None
-        typed = (trained, ()) if trained else (args.config, args.overrides)
-        console().print(*shown, ending({}, [make_command(target, *typed) for target in then]))
+        next_command = partial(make_command, config=args.config, overrides=args.overrides)
+        if run and run.config.exists():
+            next_command = partial(make_command, RUN=run.typed)
+        console().print(*shown, ending({}, [next_command(target) for target in then]))
     elif shown:
         console().print(*shown)
     return 0

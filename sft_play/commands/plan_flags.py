@@ -1,8 +1,12 @@
 """What `sft-play plan` is asked."""
 
+import re
 from dataclasses import dataclass
 
 from sft_play.commands.command_line import Arguments
+from sft_play.errors import ConfigError
+
+COUNTED = re.compile(r"\s*([1-9]\d{0,3})\s*[x\u00d7*]\s*(.+)", re.IGNORECASE)  # GPUs, as people write them
 
 
 @dataclass(frozen=True)
@@ -24,5 +28,18 @@ class Asked:
 
     @classmethod
     def of(cls, args: Arguments) -> "Asked":
-        """What was typed."""
-        return cls(args.config, args.overrides, args.json, **args.flags)
+        """What was typed; "2x RTX 3090" is two of them.
+
+        Raises:
+            ConfigError: the number before the GPU is not the one that NGPU says.
+        """
+        flags = dict(args.flags)
+        if found := COUNTED.fullmatch(flags["gpu"] or ""):
+            count, gpu = int(found[1]), found[2]
+            if flags["gpus"] not in (None, count):
+                raise ConfigError(
+                    f'GPU="{flags["gpu"]}" asks for {count} and NGPU={flags["gpus"]} for {flags["gpus"]}; '
+                    f'say how many once: GPU="{gpu}" NGPU={count}'
+                )
+            flags |= {"gpu": gpu, "gpus": count}
+        return cls(args.config, args.overrides, args.json, **flags)

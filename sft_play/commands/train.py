@@ -248,14 +248,12 @@ def compare(job: Job) -> dict[str, Any] | None:
 
 def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
     """Ends a run that is done, and says so in its summary: model card, report, closing screen."""
-    run, config = job.run, job.resolved.path
+    run = job.run
     whole = job.config.tuning.mode == "full"
     weights = run.model if whole else run.adapter
     write_card(job.config, run, weights)
     summary = update_summary(run, status="done")
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
-    if "override" in job.resolved.origins.values():
-        config = run.config  # which has the overrides
     targets = ("infer", "eval", "export" if whole else "merge")
-    commands = [make_command(target, config) for target in targets]
+    commands = [make_command(target, RUN=run.typed) for target in targets]
     console().print(closing_screen(summary, comparison, places | try_report(run), commands))

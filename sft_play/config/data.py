@@ -72,6 +72,9 @@ class DataConfig(Section):
     """What becomes of control tokens, such as <|im_end|>, that stand in the texts of rows or prompts. keep:
     they are control tokens there too, which a warning counts. escape: they are spelled as ordinary text, in
     training, evaluation and inference. refuse: the first one is an error."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """What to do with rows that cannot be read, or do not match their format or the chat template. refuse: an
+    error that lists them. drop: they are left out, counted, and listed in a file."""
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"
     """What to do with rows longer than model.max_seq_len; their number is always reported. split: several
     rows, of whole exchanges with the system message where they fit, so that each supervised token is learned

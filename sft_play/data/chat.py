@@ -112,15 +112,10 @@ def render_rows(chat: Chat, conversations: Sequence[Conversation]) -> list[list[
     """The rendered rows of each conversation; the module docstring explains when there are several.
 
     Raises:
-        DataError: a row cannot be rendered; names the first one.
+        DataError: a row cannot be rendered; names one.
     """
-    try:
-        found = _advance_together(chat, [_renderings(chat, marked(chat, row)) for row in conversations])
-        return [[_without_marks(row) for row in rows] for rows in found]
-    except DataError:
-        if len(conversations) == 1:
-            raise
-        return [rows for row in conversations for rows in render_rows(chat, [row])]
+    found = _advance_together(chat, [_renderings(chat, marked(chat, row)) for row in conversations])
+    return [[_without_marks(row) for row in rows] for rows in found]
 
 
 def _without_marks(row: RenderedRow) -> RenderedRow:

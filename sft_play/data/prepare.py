@@ -4,7 +4,7 @@ This happens once, before any process group exists; the result is cached on disk
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -17,7 +17,7 @@ import numpy as np
 from sft_play.cache import project_dir
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
-from sft_play.data import store
+from sft_play.data import bad_rows, store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.folders import TEXT_SUFFIXES
@@ -51,6 +51,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.manifest import read_manifest
 from sft_play.rows.formats import Conversation, convert, with_format
+from sft_play.rows.json_files import Row
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.progress import progress_bar
 
@@ -210,7 +211,7 @@ def _cache_key(
     ]
     settings = (
         "task", "system_prompt", "supervise", "learn_tool_calls", "control_tokens",
-        "overlong", "dedup", "limit",
+        "bad_rows", "overlong", "dedup", "limit",
     )  # fmt: skip
     return store.content_key(
         {
@@ -234,15 +235,21 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     if is_raw_text(config, given, source, name):
         whole = with_control_tokens(replace(chat, max_tokens=None), config.data.control_tokens, renders=False)
         return EncodingTask(whole, *settings, block=block_tokens(config.model, chat.max_tokens))
-    tried = False
-    for row in rows:
-        conversation = convert(row, name, config.data.system_prompt)
-        if isinstance(conversation, Conversation):
-            if conversation.messages:
-                check_template(chat.tokenizer, conversation, origin)
-                tried = True
-            break
+    first = _first_conversation(rows, name, config.data.system_prompt)
+    tried = first is not None and bool(first.messages)
+    if first is not None and tried:
+        check_template(chat.tokenizer, first, origin)
     return EncodingTask(with_control_tokens(chat, config.data.control_tokens, renders=tried), *settings)
+
+
+def _first_conversation(rows: Iterable[Row], name: str, system_prompt: str | None) -> Conversation | None:
+    """The first that is valid and has something to learn; what is not valid is found later."""
+    for row in rows:
+        with suppress(DataError):
+            found = convert(row, name, system_prompt)
+            if isinstance(found, Conversation):
+                return found
+    return None
 
 
 def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:
@@ -288,7 +295,7 @@ def _encode(
         size = SMALL_BYTES if source.hub.count is None else 200 * source.hub.count
     if size >= SMALL_BYTES and not task.block:  # for fewer rows, they take longer to make than they save
         task = replace(task, chat=replace(task.chat, pieces=pieces_of(task.chat.tokenizer)))
-    rows = read_rows(source, config.data.limit, counts.notes)
+    rows, bad = read_rows(source, config.data.limit, counts.notes), 0
     with (
         store.writing(rows_file, PART_ROWS) as rows_writer,
         store.writing(conversations_file, TEXTS) as conversations_writer,
@@ -299,7 +306,13 @@ def _encode(
             digests.append(chunk.digests)
             row_counts.append(chunk.row_counts)
             counts.add(chunk.counts)
+            bad_rows.keep(rows_file.parent, chunk.counts.bad)
+            bad += len(chunk.counts.bad)
             advance(chunk.counts.read)
+    if config.data.bad_rows == "refuse":
+        bad_rows.require_none(rows_file.parent, given.key, bad, counts.read)
+    if bad:
+        counts.dropped[bad_rows.DROPPED] = bad
     return Part(
         given,
         rows_file,
@@ -316,7 +329,8 @@ def _load(config: RunConfig, folder: Path, found: dict[str, Any]) -> PreparedDat
     import datasets
 
     stats = read_manifest(folder)["stats"] | found
-    stats["warnings"] = [*remark_lines(stats["remarks"], expected=False), *stats["warnings"]]
+    dropped = bad_rows.dropped_lines(folder, stats)
+    stats["warnings"] = [*remark_lines(stats["remarks"], expected=False), *dropped, *stats["warnings"]]
     longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])
     asked = config.model.max_seq_len
     files = {split: folder / f"{split}.arrow" for split in SPLITS}

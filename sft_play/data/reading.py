@@ -12,7 +12,6 @@ from pathlib import Path
 
 from sft_play.data.folders import TEXT_SUFFIXES
 from sft_play.data.sources import Source
-from sft_play.errors import DataError
 from sft_play.rows.formats import OPTIONAL
 from sft_play.rows.json_files import Row, decoding, read_json, read_jsonl
 from sft_play.rows.tables import as_json, read_arrow, read_csv, read_parquet
@@ -24,10 +23,11 @@ SECTION_CHARACTERS = 1 << 15  # of long text: neither reading nor tokenizing nee
 def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | None = None) -> Iterator[Row]:
     """All rows in order, at most `limit` of each file.
 
-    `notes` counts blank lines, NaN values, and columns of row numbers.
+    `notes` counts blank lines, NaN values, and columns of row numbers. A row that cannot be read, while
+    others can, has a problem.
 
     Raises:
-        DataError: a row cannot be read; names file and line.
+        DataError: a file cannot be read; names file and line.
     """
     if notes is None:
         notes = Counter()
@@ -38,19 +38,18 @@ def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | No
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the keys of its format in place of those of the data.
-
-    Raises:
-        DataError: the row lacks one that is not optional.
-    """
+    """The row with the keys of its format in place of those of the data; one may lack optional ones only."""
+    if row.problem:
+        return row
     data = dict(row.data)
     named = {key: data.pop(name) for key, name in columns.items() if name in data}
     missing = [key for key in columns if key not in named and key not in OPTIONAL]
     if missing:
-        raise DataError(
+        problem = (
             f"{row.where}: data.columns.{missing[0]} is {columns[missing[0]]!r}, which is no key of the row: "
             f"{', '.join(row.data) or '(none)'}"
         )
+        return replace(row, problem=problem)
     return replace(row, data=data | named)
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
+from sft_play.data.bad_rows import DROPPED
 from sft_play.data.chat import Chat, make_chat, render_rows, with_control_tokens
 from sft_play.data.inventory import input_lines, remark_lines
 from sft_play.data.prepare import PreparedData
@@ -24,7 +25,7 @@ from sft_play.data.sources import Source, open_source, opened
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED
-from sft_play.errors import ConfigError, StorageError
+from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.table import Table, on_screen
 from sft_play.rows.formats import Conversation, convert, detect_format, with_format
@@ -106,7 +107,7 @@ def marked(ids: list[int], labels: list[int], tokenizer: "PreTrainedTokenizerBas
 
 
 def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Prints the first `count` training rows with the supervised tokens highlighted."""
+    """Prints the first `count` training rows of each source with the supervised tokens highlighted."""
     screen = console()
     colour = screen.color_system is not None
     legend = Text("Supervised tokens are ")
@@ -115,10 +116,15 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
     else:
         legend.append("between {+ and +}")
     screen.print(legend.append("; the rest is context without loss."))
-    for number, row in enumerate(prepared.train.select(range(min(count, len(prepared.train)))), 1):
-        supervised = sum(label != IGNORED for label in row["labels"])
-        screen.print(f"\nrow {number}: {row['length']} tokens, {supervised} supervised", style="bold")
-        screen.print(marked(row["input_ids"], row["labels"], tokenizer, colour=colour))
+    first = 0
+    for source in prepared.stats["train"].get("sources", [{"path": "", "rows": len(prepared.train)}]):
+        of = f" of {source['path']}" if source["path"] else ""
+        rows = prepared.train.select(range(first, first + min(count, source["rows"])))
+        for number, row in enumerate(rows, 1):
+            supervised = sum(label != IGNORED for label in row["labels"])
+            screen.print(f"\nrow {number}{of}: {row['length']} tokens, {supervised} supervised", style="bold")
+            screen.print(marked(row["input_ids"], row["labels"], tokenizer, colour=colour))
+        first += source["rows"]
 
 
 def process(config: RunConfig, out: Path) -> Counter[str]:
@@ -127,7 +133,7 @@ def process(config: RunConfig, out: Path) -> Counter[str]:
     training = [given for given in data_inputs(config.data) if given.split == "train"]
     sources = [opened(given) for given in training]
     rows = chain.from_iterable(
-        _conversations(source, given.format, config.data.limit, None, counts)
+        _conversations(source, given.format, config.data.limit, None, counts, config.data.bad_rows)
         for given, source in zip(training, sources, strict=True)
     )
     write_rows(out, ({**row.as_row(), "source": row.source} for row in rows), counts)
@@ -186,11 +192,21 @@ def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
 
 
 def _conversations(
-    source: Source, name: str, limit: int | None, system_prompt: str | None, counts: Counter[str]
+    source: Source,
+    name: str,
+    limit: int | None,
+    system_prompt: str | None,
+    counts: Counter[str],
+    bad_rows: str = "refuse",
 ) -> Iterator[Conversation]:
     name, rows = with_format(read_rows(source, limit), name, source.path)
     for row in rows:
-        converted = convert(row, detect_format(row) if name == EACH_ROW else name, system_prompt)
+        try:
+            converted = convert(row, detect_format(row) if name == EACH_ROW else name, system_prompt)
+        except DataError:
+            if bad_rows == "refuse":
+                raise
+            converted = DROPPED
         if isinstance(converted, Conversation):
             yield converted
         else:

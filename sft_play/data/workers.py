@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,6 +70,8 @@ class Counts:
     """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER, WITH_NULLS or IN_TEXTS."""
     first: dict[str, str] = field(default_factory=dict)
     """Of some notes, the first row: "rows.jsonl:3: '</s>'"."""
+    bad: list[str] = field(default_factory=list)
+    """What is wrong with rows that are not used; of all chunks together, it is in a file."""
 
     def add(self, other: "Counts") -> None:
         """Counts those of further rows."""
@@ -101,40 +104,24 @@ def is_too_long(reason: str) -> bool:
 
 
 def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
-    """Converts and tokenizes rows, and applies the length limit.
-
-    Raises:
-        DataError: a row is invalid; names the first one.
-    """
+    """Converts and tokenizes rows, and applies the length limit."""
     counts = Counts(read=len(rows))
     conversations: list[Conversation] = []
     for row in rows:
-        converted = convert(row, task.format, task.system_prompt)
-        if isinstance(converted, str):
-            counts.dropped[converted] += 1
-        else:
-            counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
-            _look_for_control_tokens(task, converted, counts)
-            conversations += in_sections(converted) if task.block else [converted]
+        with _counted_if_bad(counts):
+            conversations += _converted(task, row, counts)
     known = FORMATS[task.format]
     counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, known.keys) for row in rows)
     unused = (unused_keys(row.data, known.keys, known.others) for row in rows)
     counts.unused.update(itertools.chain.from_iterable(unused))
-    encoded_rows = (
-        [[tokenize_text(task.chat, section)] for section in conversations]
-        if task.block
-        else encode(task.chat, conversations, counts.notes)
-    )
+    encoded_rows = _encoded(task, conversations, counts)
     kept: list[Conversation] = []
     tokens: list[Tokens] = []
     row_counts: list[int] = []
-    for conversation, encoded in zip(conversations, encoded_rows, strict=True):
-        if task.overlong == "split" and _is_longer(task, encoded):
-            encoded = split_rows(task.chat, conversation)
-        fitted = [_fit(task, row, conversation, counts.dropped) for row in encoded]
-        fitting = [row for row in fitted if row is not None]
-        if not encoded:
-            counts.dropped[NO_ANSWER] += 1
+    for conversation, encoded in encoded_rows:
+        fitting: list[Tokens] = []
+        with _counted_if_bad(counts):
+            fitting = _fitting(task, conversation, encoded, counts)
         if fitting:
             kept.append(conversation)
             tokens += fitting
@@ -147,6 +134,53 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         np.array(row_counts, np.int64),
         counts,
     )
+
+
+@contextmanager
+def _counted_if_bad(counts: Counts) -> Iterator[None]:
+    """Counts a row that turns out not to be valid in the block, which ends there."""
+    try:
+        yield
+    except DataError as error:
+        counts.bad.append(str(error))
+
+
+def _converted(task: EncodingTask, row: Row, counts: Counts) -> Sequence[Conversation]:
+    """What is learned of a row: nothing, a conversation, or the sections of a text."""
+    converted = convert(row, task.format, task.system_prompt)
+    if isinstance(converted, str):
+        counts.dropped[converted] += 1
+        return []
+    _look_for_control_tokens(task, converted, counts)
+    counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
+    return list(in_sections(converted)) if task.block else [converted]
+
+
+def _encoded(
+    task: EncodingTask, conversations: Sequence[Conversation], counts: Counts
+) -> list[tuple[Conversation, list[Tokens]]]:
+    """Each conversation that can be rendered, and its rows; together they take a third of the time."""
+    if task.block:
+        return [(section, [tokenize_text(task.chat, section)]) for section in conversations]
+    try:
+        return list(zip(conversations, encode(task.chat, conversations, counts.notes), strict=True))
+    except DataError as error:
+        if len(conversations) > 1:
+            return [pair for row in conversations for pair in _encoded(task, [row], counts)]
+        counts.bad.append(str(error))
+        return []
+
+
+def _fitting(
+    task: EncodingTask, conversation: Conversation, rows: list[Tokens], counts: Counts
+) -> list[Tokens]:
+    """The rows of a conversation within the length limit."""
+    if task.overlong == "split" and _is_longer(task, rows):
+        rows = split_rows(task.chat, conversation)
+    if not rows:
+        counts.dropped[NO_ANSWER] += 1
+    fitted = [_fit(task, row, conversation, counts.dropped) for row in rows]
+    return [row for row in fitted if row is not None]
 
 
 def _look_for_control_tokens(task: EncodingTask, row: Conversation, counts: Counts) -> None:
@@ -261,7 +295,7 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
     """Yields chunks in the order of `rows`, which are read lazily.
 
     Raises:
-        DataError: a row is invalid; names the first one.
+        DataError: a file cannot be read.
         LaunchError: a worker process was killed.
     """
     chunks = _chunks(iter(rows))

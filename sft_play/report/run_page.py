@@ -28,6 +28,7 @@ from sft_play.report.tables import (
     step_line,
     step_seconds,
     unfinished_note,
+    weights_step,
 )
 from sft_play.spelling import as_typed
 from sft_play.units import capitalized, counted, format_bytes, format_count, format_duration
@@ -192,6 +193,7 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
         _number("step, measured", measured, format_duration),
         _number("training time", summary.get("training_seconds"), format_duration),
         _number("supervised tokens", summary.get("supervised_tokens"), format_count),
+        KeyNumber("weights of", weights_step(summary) or MISSING),
     ]
 
 

@@ -156,8 +156,18 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+        *(("weights of", text) for text in [weights_step(summary)] if text),
         *saved_type(summary),
     ]
+
+
+def weights_step(summary: Mapping[str, Any]) -> str | None:
+    """The step whose weights a run has published: "step 80, the best of 144"; None if it has none."""
+    step, steps = summary.get("weights_step"), summary.get("optimizer_steps")
+    if not step or not steps:
+        return None
+    why = f"the best of {steps:,}" if summary.get("best_checkpoint") else "the last"
+    return f"step {step:,}, {why}"
 
 
 def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Raw rows of any format -> conversations; errors name file, line, key, what was found, what is allowed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -187,8 +187,9 @@ def detect_format(row: Row) -> str:
     """The first format whose keys the row has.
 
     Raises:
-        DataError: the keys match no format; lists the known ones.
+        DataError: the keys match no format; lists the known ones. Or the row could not be read.
     """
+    row.require_read()
     name = _format_of(set(row.data))
     if name and not FORMATS[name].detected:
         raise DataError(
@@ -198,7 +199,7 @@ def detect_format(row: Row) -> str:
     if name:
         return name
     meant = _format_of({key.strip().lower() for key in row.data})
-    hint = f"write them as {', '.join(FORMATS[meant].keys)}" if meant else RENAME
+    hint = f"write them as {', '.join(FORMATS[meant].keys)}" if meant else RENAME + _quoting(row.data)
     formats = "\n".join(f"  {name}: {', '.join(known.keys)}" for name, known in FORMATS.items())
     raise DataError(
         f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}. "
@@ -206,16 +207,27 @@ def detect_format(row: Row) -> str:
     )
 
 
+def _quoting(keys: Iterable[str]) -> str:
+    """How to type a key that a shell, or ARGS=, would split at a space."""
+    spaced = next((key for key in keys if " " in key), None)
+    return f"; a key with a space in quotes: 'data.columns.prompt={spaced}'" if spaced else ""
+
+
 def with_format(rows: Iterator[Row], setting: str, what: str) -> tuple[str, Iterator[Row]]:
-    """The format of rows, which is that of the first one if `setting` is auto, and all rows.
+    """The format of rows, which is that of the first readable one if `setting` is auto, and all rows.
 
     Raises:
-        DataError: `what` has no rows, or the first one has no known format.
+        DataError: `what` has no rows, or none that can be read, or the first one has no known format.
     """
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{what} has no rows")
-    return detect_format(first) if setting == "auto" else setting, chain([first], rows)
+    unread = list[Row]()
+    for first in rows:
+        if not first.problem or setting != "auto":
+            name = detect_format(first) if setting == "auto" else setting
+            return name, chain(unread, [first], rows)
+        unread.append(first)
+    if unread:
+        unread[0].require_read()
+    raise DataError(f"{what} has no rows")
 
 
 def _format_of(found: set[str]) -> str | None:
@@ -240,8 +252,9 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     Rows without a system message get `system_prompt`.
 
     Raises:
-        DataError: the row does not match the format.
+        DataError: the row does not match the format, or could not be read.
     """
+    row.require_read()
     keys, reader = FORMATS[name].keys, FORMATS[name].reader
     try:
         require_text_only(row.data)

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Row:
     """One raw row; `line` is 1-based (for Parquet files and Hub datasets it is the row number).
 
     A row of a text file may be a section of a document: `begins` and `ends` say whether it is the first and
-    the last.
+    the last. One that cannot be read has no data, and `problem` says why.
     """
 
     data: dict[str, Any]
@@ -31,11 +31,17 @@ class Row:
     line: int
     begins: bool = True
     ends: bool = True
+    problem: str = ""
 
     @property
     def where(self) -> str:
         """`file:line`, which editors can jump to."""
         return f"{self.file}:{self.line}"
+
+    def require_read(self) -> None:
+        """Raises a DataError if the row could not be read."""
+        if self.problem:
+            raise DataError(self.problem)
 
 
 @contextmanager
@@ -78,32 +84,44 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def _of_value(value: Any, file: str, line: int) -> Row:
+    row = Row({}, file, line)
+    if isinstance(value, dict):
+        return replace(row, data=value)
+    return replace(row, problem=f"{row.where}: expected a JSON object, found {kind_of(value)}")
+
+
 def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
-    """An object a line; reads one line at a time."""
-    strict, offset, name = _decoder(notes), 0, str(file)
+    """An object a line; reads one line at a time. A line that is none is a row that could not be read."""
+    strict, offset = _decoder(notes), 0
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
-            content = raw.removeprefix(UTF8_BOM) if number == 1 else raw
-            where = f"{name}:{number}"
-            text = utf8(content, where, offset + len(raw) - len(content)).strip()
-            offset += len(raw)
-            if not text:
-                notes["blank lines"] += 1
-                continue
-            if number == 1 and text.startswith("["):  # an array in a .jsonl file
+            line = raw.removeprefix(UTF8_BOM) if number == 1 else raw
+            text = line.strip()
+            if number == 1 and text.startswith(b"["):  # an array in a .jsonl file
                 yield from _read_json_whole(file, notes)
                 return
-            try:
-                value = require_shallow(strict.decode(text), text)
-            except json.JSONDecodeError as error:
-                cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
-                said = error.msg.removesuffix(" at")
-                raise DataError(
-                    f"{where}: not valid JSON: {said} at character {error.pos + 1}.{cut}"
-                ) from None
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: {error}") from None
-            yield Row(_object(value, where), name, number)
+            if text:
+                yield _line(strict, line, Row({}, str(file), number), offset + len(raw) - len(line))
+            else:
+                notes["blank lines"] += 1
+            offset += len(raw)
+
+
+def _line(strict: json.JSONDecoder, line: bytes, row: Row, offset: int) -> Row:
+    """The row of a line at an offset of its file."""
+    try:
+        text = utf8(line, row.where, offset).strip()
+        return replace(row, data=_object(require_shallow(strict.decode(text), text), row.where))
+    except json.JSONDecodeError as error:
+        cut = "" if line.endswith(b"\n") else " The line has no final newline: is the file truncated?"
+        said = error.msg.removesuffix(" at")
+        problem = f"{row.where}: not valid JSON: {said} at character {error.pos + 1}.{cut}"
+    except DataError as error:
+        problem = str(error)
+    except (ValueError, RecursionError) as error:
+        problem = f"{row.where}: {error}"
+    return replace(row, problem=problem)
 
 
 def read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:
@@ -129,7 +147,7 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
         value = _object(require_shallow(_decoder(notes).decode(text), text), f"{file}:1")
     rows = value["data"] if isinstance(value.get("data"), list) else [value]
     for number, row in enumerate(rows, 1):
-        yield Row(_object(row, f"{file}, row {number}"), str(file), number)
+        yield _of_value(row, str(file), number)
 
 
 @contextmanager
@@ -155,7 +173,7 @@ def _array_rows(text: str, start: int, file: Path, strict: json.JSONDecoder) -> 
         with _json_errors(file, f"{file}:{line}"):
             value, end = strict.raw_decode(text, position)
             require_shallow(value, text[position:end])
-        yield Row(_object(value, f"{file}:{line}"), str(file), line)
+        yield _of_value(value, str(file), line)
         position = _skip_space(text, end)
         following = text[position : position + 1]
         if following == ",":

@@ -32,6 +32,8 @@ def found_text(value: Any) -> str:
         return "missing or null"
     if isinstance(value, str) and not value.strip():
         return "an empty string"
+    if value == []:
+        return "an empty list"
     if isinstance(value, str):
         return f"{value[:40]!r}"
     text = json.dumps(value, default=str)

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from math import isfinite
@@ -40,15 +41,22 @@ def read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
             line = reader.line_num + 1
             for cells in reader:
                 if cells:
-                    where = f"{file}:{line}"
-                    record = _record(header, cells, where)
-                    if numbered:
-                        _require_number(record.pop(""), where)
-                        notes[NUMBERED] += 1
-                    yield Row(record, str(file), line)
+                    yield _csv_row(header, cells, Row({}, str(file), line))
+                    notes[NUMBERED] += numbered
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{file}:{line}: not valid CSV: {error}") from None
+
+
+def _csv_row(header: Sequence[str], cells: Sequence[str], row: Row) -> Row:
+    """The row of a record, without the number of a first column that has no name."""
+    try:
+        record = _record(header, cells, row.where)
+        if "" in record:
+            _require_number(record.pop(""), row.where)
+    except DataError as error:
+        return replace(row, problem=str(error))
+    return replace(row, data=record)
 
 
 def _separator(opened: TextIO, marks: str) -> str:

@@ -219,6 +219,7 @@ def summarise(
         "eval": before_and_after(job.run, state, saved),
         **facts_of_weights(session, saved),
         "best_checkpoint": state.best_model_checkpoint,
+        "weights_step": None if stopped else best_step(state),
     }
     if job.ranks.is_main:
         summary = update_summary(job.run, **summary)

@@ -110,7 +110,7 @@ def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_lo
         "Distributed type: NO", "Number of processes: 1", "Number of GPUs: 0", "Mixed precision: no",
         "Process 0 using device: cpu", "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss",
         "done: trained for", "held-out rows", "exact match",
-        f"make infer CONFIG={finished.config}", str(finished.run.adapter),
+        f"make infer RUN={finished.run.typed}", str(finished.run.adapter),
     ):  # fmt: skip
         assert text.replace(" ", "") in re.sub(r"[\s\\]", "", out), text
     assert not untidy(out)
@@ -187,8 +187,7 @@ def test_every_mode_learns(workspace, mode, packing):
 def assert_interrupted(done, run, step):
     assert done.code == 75, done.err
     assert (
-        f"continue with: make resume CONFIG={run.config}" in done.err
-        and "Traceback" not in done.err + done.out
+        f"continue with: make resume RUN={run.typed}" in done.err and "Traceback" not in done.err + done.out
     )
     summary = read_json(run.summary)
     assert summary["status"] == "interrupted" and step <= summary["optimizer_steps"] < 30

@@ -483,7 +483,33 @@ def test_packages_are_installed_by_hash_and_the_locked_tools_build_what_has_no_w
         f"torch=={TORCH}",
         "--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock",
         "--no-deps --no-build-isolation --editable .",
+        "--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement locks/liger.lock; fi",
     ]
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_liger_comes_along_with_a_cuda_build_of_torch(tmp_path, cuda):
+    """With a `torch` of that build, and a `pip` that says what it would install."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import version\n")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {cuda!r}\n")
+    (tmp_path / "pip.py").write_text("import sys\nprint(sys.argv[-1])\n")
+    (line,) = (line for line in recipe("install", VENV=str(tmp_path)).splitlines() if "torch.version" in line)
+    line = line.replace(f"'{tmp_path}/bin/python'", f"'{sys.executable}'")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "V": "1"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ("locks/liger.lock\n" if cuda else "")
+
+
+def test_no_lock_names_what_torch_pins():
+    """PyTorch 2.13 needs triton 3.7.1, cuda-bindings, cuda-toolkit and nvidia-... of its own CUDA."""
+    needed = [Requirement(text) for text in importlib.metadata.requires("torch") or []]
+    pinned = {wanted.name for wanted in needed if str(wanted.specifier).startswith("==")} | {"triton"}
+    for name in LOCKS:
+        found = [pin for pin in lock(name) if pin in pinned or re.match(r"cuda-|nvidia-(?!ml-py)", pin)]
+        assert not found, (name, found)
 
 
 def test_the_floor_is_the_lowest_version_of_each_range():

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,13 @@ def test_machines_that_share_a_run_directory_hold_it_side_by_side(tmp_path):
     run = open_run(str(tmp_path), "shared")
     with hold_run(run), hold_run(run, 1), pytest.raises(RunInUseError), hold_run(run, 1):
         pass
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [("runs/a", "a"), ("elsewhere/a", "elsewhere/a"), ("/data/runs/a", "/data/runs/a"), ("a", "./a")],
+)
+def test_a_run_is_typed_by_its_name_or_by_its_folder(path, typed):
+    run = RunDir(Path(path))
+    assert run.typed == typed
+    assert run.resume_command(2) == f"make resume RUN={typed} NGPU=2"

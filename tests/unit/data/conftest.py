@@ -5,6 +5,9 @@ import string
 
 import pytest
 
+from sft_play.config.schema import RunConfig
+from sft_play.data.prepare import prepare
+
 SPECIAL = [
     "<|endoftext|>",
     "<pad>",
@@ -101,3 +104,27 @@ def write_rows(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+@pytest.fixture
+def run(cache, write_rows, make_tokenizer):
+    """`run(rows, max_seq_len=..., **data settings)` prepares rows with a fresh tokenizer."""
+
+    def run(train, max_seq_len="auto", seed=0, model_limit=None, tokenizer=None, day=None, **data):
+        config = RunConfig.model_validate(
+            {
+                "model": {"name": "toy", "max_seq_len": max_seq_len},
+                "data": {"train_path": str(write_rows(train)), **data},
+                "train": {"seed": seed},
+            }
+        )
+        tokenizer = tokenizer or make_tokenizer()
+        return prepare(config, tokenizer, model_limit=model_limit, progress=False, day=day)
+
+    return run

@@ -1,6 +1,5 @@
 import importlib.util
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -291,19 +290,6 @@ def test_rows_that_are_rendered_together_are_those_that_each_is_alone(make_token
         for part, same in zip(parts, expected, strict=True):
             assert np.array_equal(part.input_ids, same.input_ids)
             assert np.array_equal(part.labels, same.labels)
-
-
-def test_of_several_wrong_rows_the_first_is_named(make_tokenizer):
-    """Although another kind of mistake in a later one is met before."""
-    chat = make_chat(make_tokenizer(GEMMA, bos_token="<bos>"), "assistant")
-    unseen = replace(talk("What?", "Four."), source="f.jsonl:4")
-    refused = Conversation(({"role": "system", "content": "Hm."}, *TWO_TURNS.messages), source="f.jsonl:5")
-    chat.tokenizer.chat_template = GEMMA.replace(
-        "m.content | trim", "m.content | replace('Four.', '') | trim"
-    )
-    for rows, named in ([unseen, refused], 4), ([refused, unseen], 5):
-        with pytest.raises(DataError, match=f"f.jsonl:{named}"):
-            encode(chat, [TWO_TURNS, *rows])
 
 
 def test_a_greeting_before_the_first_question_and_a_given_prompt_are_not_learned(make_tokenizer):

@@ -25,6 +25,7 @@ from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
 from sft_play.rows.json_files import Row
 from tests.conftest import SHARED
 
+pytestmark = pytest.mark.usefixtures("cache")
 GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 
 
@@ -33,30 +34,6 @@ def rows(count, seed=0, words=12):
     vocabulary = ["What", "is", "two", "plus", "three", "five", "four", "Hello", "there", "friend", "brief"]
     text = lambda: " ".join(rng.choices(vocabulary, k=rng.randint(1, words)))  # noqa: E731
     return [{"question": f"{i} {text()}", "answer": f"{text()} {i}"} for i in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "data"
-
-
-@pytest.fixture
-def run(write_rows, make_tokenizer):
-    """`run(rows, max_seq_len=..., **data settings)` prepares rows with a fresh tokenizer."""
-
-    def run(train, max_seq_len="auto", seed=0, model_limit=None, tokenizer=None, day=None, **data):
-        config = RunConfig.model_validate(
-            {
-                "model": {"name": "toy", "max_seq_len": max_seq_len},
-                "data": {"train_path": str(write_rows(train)), **data},
-                "train": {"seed": seed},
-            }
-        )
-        tokenizer = tokenizer or make_tokenizer()
-        return prepare(config, tokenizer, model_limit=model_limit, progress=False, day=day)
-
-    return run
 
 
 def texts(dataset, tokenizer):

@@ -14,7 +14,10 @@ LINE = json.dumps(ROW)
 
 
 def read(path, **kwargs):
-    return list(read_rows(open_source(str(path), "train"), **kwargs))
+    rows = list(read_rows(open_source(str(path), "train"), **kwargs))
+    for row in rows:
+        row.require_read()
+    return rows
 
 
 def error_of(path):

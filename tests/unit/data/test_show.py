@@ -52,6 +52,23 @@ def test_the_table_shows_counts_reasons_and_warnings(config, make_tokenizer, scr
     assert "warning: only" not in text
 
 
+def test_samples_come_from_each_source(write_rows, make_tokenizer, screen):
+    paths = [str(write_rows(ROWS[:20], "a.jsonl")), str(write_rows(ROWS[20:], "b.jsonl"))]
+    settings = {"sources": [{"path": path} for path in paths]}
+    tokenizer = make_tokenizer()
+    data = prepare(
+        RunConfig.model_validate({"model": {"name": "toy"}, "data": settings}), tokenizer, progress=False
+    )
+    made = screen(soft_wrap=True)
+    show.print_samples(data, tokenizer, 2)
+    heads = [line for line in made.file.getvalue().splitlines() if line.startswith("row ")]
+    assert [line.partition(":")[0] for line in heads] == [
+        f"row {n} of {path}" for path in paths for n in (1, 2)
+    ]
+    for line in ("What is 0?", "What is 20?"):
+        assert line in made.file.getvalue()
+
+
 def test_samples_mark_supervised_tokens_with_brackets_or_with_colour(config, make_tokenizer, screen):
     tokenizer = make_tokenizer()
     data = prepare(config, tokenizer, progress=False)

@@ -275,6 +275,6 @@ def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_pa
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("sft_play.choices.kernels.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"liger-kernel and triton, which are not installed"):
+    with pytest.raises(ConfigError, match=r"needs the package liger-kernel, which is not installed; run `"):
         LIGER.require_runnable("cuda", (9, 0), here=True)
     LIGER.require_runnable("cuda", (9, 0), here=False)  # a plan for another machine

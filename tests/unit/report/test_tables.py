@@ -182,6 +182,20 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
 
 
 @pytest.mark.parametrize(
+    ("step", "checkpoint", "line"),
+    [
+        (800, "runs/demo/checkpoints/checkpoint-800", "weights of step 800, the best of 1,200"),
+        (1200, None, "weights of step 1,200, the last"),
+        (None, None, None),  # a run of an earlier version
+    ],
+)
+def test_closing_screen_says_of_which_step_the_weights_are(step, checkpoint, line):
+    summary = SUMMARY | {"weights_step": step, "best_checkpoint": checkpoint}
+    lines = [" ".join(found.split()) for found in shown(closing_screen(summary, None, {}, [])).splitlines()]
+    assert [found for found in lines if found.startswith("weights of")] == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
     ("saved", "line"),
     [
         (("bfloat16", "bfloat16", True), "weights saved in bfloat16, the type of the base"),

@@ -150,7 +150,7 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
     ("data", "said"),
     [
         ({"messages": None}, "messages is missing or null; expected a list of messages"),
-        ({"messages": []}, "messages is a list ([]); expected a list of messages"),
+        ({"messages": []}, "messages is an empty list; expected a list of messages"),
         ({"messages": "hello"}, "messages is 'hello'; expected a list"),
         ({"messages": ["hello"]}, "messages[0] is 'hello'; expected an object"),
         (
@@ -284,6 +284,11 @@ def test_the_chosen_answer_is_trained_on_if_that_was_asked_for():
 def test_keys_in_capitals_are_told_how_they_are_written():
     with pytest.raises(DataError, match=r"keys Question, Answer; write them as question, answer\."):
         detect_format(Row({"Question": "q", "Answer": "a"}, "f", 1))
+
+
+def test_a_key_with_a_space_is_shown_in_quotes():
+    with pytest.raises(DataError, match="in quotes: 'data.columns.prompt=my question'"):
+        detect_format(Row({"id": 1, "my question": "q", "my answer": "a"}, "f", 1))
 
 
 def test_a_row_as_written_by_process_reads_back_the_same():

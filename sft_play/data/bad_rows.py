@@ -1,0 +1,44 @@
+"""Rows that are not valid: all of them are found, then refused together, or left out and listed in a file."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.splits import SPLITS
+from sft_play.errors import DataError
+from sft_play.units import counted
+
+FILE = "bad_rows.txt"  # a line for each, beside the tokenized rows
+DROPPED = "not valid"
+SHOWN = 20
+
+
+def keep(folder: Path, problems: Sequence[str]) -> None:
+    """Adds what is wrong with rows to the file, a line each."""
+    if problems:
+        with (folder / FILE).open("a", encoding="utf-8") as file:
+            file.writelines(f"{problem}\n" for problem in (" ".join(each.split("\n")) for each in problems))
+
+
+def require_none(folder: Path, what: str, bad: int, read: int) -> None:
+    """Raises a DataError that lists the rows of `what` that are not valid, of so many that were read."""
+    if not bad:
+        return
+    with (folder / FILE).open(encoding="utf-8") as file:
+        lines = "".join(f"  {line}" for line in islice(file, SHOWN))
+    first = f"; the first {SHOWN}" if bad > SHOWN else ""
+    raise DataError(
+        f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
+        f"Correct {'it' if bad == 1 else 'them'}, or train without: data.bad_rows=drop"
+    )
+
+
+def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
+    """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
+    bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats[split])
+    return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
