@@ -167,7 +167,7 @@ def run_config(course: Course, rows: Dataset, folder: Path, **choice: dict[str, 
             report_to=[],
             **choice.get("train", {}),
         ),
-        output=OutputConfig(dir=str(folder)),
+        output=OutputConfig(dir=str(folder), dtype="float32"),  # auto asks the base, which is no folder
     )
 
 

@@ -34,6 +34,7 @@ from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact_file
+from sft_play.start import BEGAN_VARIABLE, began
 from sft_play.ui.console import console
 from sft_play.units import counted
 
@@ -108,6 +109,7 @@ def launch_environment(device: str, processes: int, interface: str | None) -> di
     """The environment of the launcher and the ranks; gloo and NCCL use only `interface`, if it is known."""
     values = {
         PROCESSES_VARIABLE: str(processes),
+        BEGAN_VARIABLE: str(began()),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that GPU indices are those of nvidia-smi
         # By default, SIGUSR1 kills torchrun and orphans its ranks; forwarded to them, it makes them save.

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sft_play.start import part
+
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
 
@@ -90,7 +92,7 @@ def importing_libraries() -> Iterator[None]:
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
     """
     known = len(sys.modules)
-    with collector_off():
+    with collector_off(), part("imports"):
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once

@@ -201,6 +201,7 @@ def summarise(
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         "tokens_per_second": reporter.tokens_per_second,
         "training_seconds": reporter.training_seconds,
+        "start_seconds": reporter.start_seconds,
         "mfu": reporter.mfu,
         "data_wait": reporter.data_wait,
         "padding_share": rows.padding_share,
