@@ -131,8 +131,9 @@ def opened_job(resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE) -
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run, nodes.rank), quiet_libraries(run.log):
-        from sft_play.commands.evaluate import closing_questions
-        from sft_play.data import show
+        with importing_libraries():
+            from sft_play.commands.evaluate import closing_questions
+            from sft_play.data import show
 
         processes = (processes or len(detect().gpus) or CPU_PROCESSES) * nodes.count
         job = prepare_job(materialise(resolved), processes=processes, machines=nodes.count)

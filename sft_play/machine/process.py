@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sft_play.start import part
+from sft_play.upstream.torch import compiled_when_called
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
@@ -90,9 +91,10 @@ def importing_libraries() -> Iterator[None]:
     """The same, for imports: they live as long as the process, so they are never looked at again.
 
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
+    What they compile, they do when it is needed.
     """
     known = len(sys.modules)
-    with collector_off(), part("imports"):
+    with collector_off(), part("imports"), compiled_when_called():
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once

@@ -35,6 +35,7 @@ from sft_play.train.saving import Saved, facts_of_weights, save
 from sft_play.train.session import Session, prepare_session
 from sft_play.train.settle import keep_times, settle_plan
 
+OF_STEPS = ("tokens_per_second", "training_seconds", "start_seconds", "mfu", "data_wait")  # by the reporter
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
@@ -199,11 +200,7 @@ def summarise(
         "skipped_steps": session.trainer.skipped.total,
         "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
-        "tokens_per_second": reporter.tokens_per_second,
-        "training_seconds": reporter.training_seconds,
-        "start_seconds": reporter.start_seconds,
-        "mfu": reporter.mfu,
-        "data_wait": reporter.data_wait,
+        **{name: getattr(reporter, name) for name in OF_STEPS},
         "padding_share": rows.padding_share,
         "predicted_step_seconds": plan.step_seconds,
         "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
