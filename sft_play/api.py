@@ -4,6 +4,7 @@
 
     sft.plan("qwen3-8b", gpu="RTX 4090")
     run = sft.train("my.yaml", settings={"train.epochs": 1})
+    run = sft.train(model="Qwen/Qwen3-0.6B", data=rows, mode="lora", max_steps=100)
     sft.load("my").summary["train_loss"]
 
 Importing this module imports neither torch nor transformers.
@@ -24,6 +25,7 @@ from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
+from sft_play.given import by_name, write_given
 from sft_play.launch.environment import set_environment
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.ui.screen import Screen
@@ -107,7 +109,9 @@ def plan(
     config: str | Path | None = None,
     gpu: str | None = None,
     gpus: int | None = None,
+    data: object = None,
     settings: Settings | None = None,
+    **keywords: Any,
 ) -> Planned:
     """Chooses a plan and predicts its memory and speed, as `sft-play plan` does; trains nothing.
 
@@ -117,7 +121,9 @@ def plan(
         gpu: a GPU that need not be here, e.g. "RTX 4090". Without it, a model is planned on each common GPU,
             and a config for this machine.
         gpus: how many; by default those that are here, or the fewest of `gpu` that fit.
+        data: training rows, as `train` takes them; then the model is a name of the Hub or a folder.
         settings: settings to override, by dotted name.
+        **keywords: the same, as in `train`.
 
     Raises:
         ConfigError: neither a config nor a model is given, or a value is wrong.
@@ -126,25 +132,37 @@ def plan(
     """
     with undone():
         set_environment()
-        args = arguments("plan", _overrides(settings), model=model, config=config, gpu=gpu, gpus=gpus)
+        changed = {**by_name(keywords), **_checked(settings)}
+        if data is not None:
+            changed = {"model.name": model, **changed} if model else changed
+            config, changed, model = _with_rows(config, changed, data), {}, None
+        args = arguments("plan", _overrides(changed), model=model, config=config, gpu=gpu, gpus=gpus)
         with importing():
             from sft_play.commands.plan import plan_command
         return Planned(*plan_command(args))
 
 
 def train(
-    config: str | Path,
+    config: str | Path | None = None,
     *,
+    model: str | Path | None = None,
+    data: object = None,
     settings: Settings | None = None,
     processes: int = 1,
     engine: str | None = None,
     resume: bool = False,
+    **keywords: Any,
 ) -> Run:
     """Plans and trains a run to its end, as `sft-play train` does, with its progress on standard output.
 
     Args:
-        config: a YAML file, e.g. "configs/demo.yaml", which comes with the package.
+        config: a YAML file, e.g. "configs/demo.yaml", which comes with the package; not needed with `data`.
+        model: model.name, a name of the Hub or a folder.
+        data: training rows: a list of dicts, a datasets.Dataset, or a path. Rows are written to the folder of
+            the run, `<output_dir>/<output_name>/.given`, with a config of these arguments.
         settings: settings to override, by dotted name.
+        **keywords: the same by the last part of its name, `max_steps=100`, or with its section where several
+            end so, `eval_limit=20`.
         processes: of this machine; 0 for one on each visible GPU.
         engine: how several processes share the work; by default parallel.engine.
         resume: goes on from the latest checkpoint.
@@ -152,8 +170,13 @@ def train(
     Raises:
         SftPlayError: the subclass says what kind of error, as the exit codes of `sft-play` do.
     """
+    changed = {**({"model.name": str(model)} if model else {}), **by_name(keywords), **_checked(settings)}
+    if data is not None:
+        config, changed = _with_rows(config, changed, data), {}
+    if config is None:
+        raise ConfigError("nothing to train; give a config, or a model and data=<rows or a path>")
     flags = dict(config=config, processes=processes, engine=engine, resume=resume)
-    args = arguments("train", _overrides(settings), **flags)
+    args = arguments("train", _overrides(changed), **flags)
     with undone():
         set_environment()
         args.run()
@@ -174,18 +197,35 @@ def load(run: str | Path, *, runs: str | Path = "runs") -> Run:
     return Run(path)
 
 
-def _overrides(settings: Settings | None) -> list[str]:
-    """Settings as they are typed: `{"train.epochs": 2}` is "train.epochs=2".
+def _with_rows(config: str | Path | None, changed: Settings, data: object) -> Path:
+    """The config of a run with `data` in place of the training rows, and `changed` settings."""
+    overrides = _overrides(changed)  # which refuses what no file can have
+    if config is None and "model.name" not in changed:
+        raise ConfigError("model: expected the name of a model, or a folder, since there is no config")
+    name, folder = changed.get("output.name", "run"), changed.get("output.dir", "runs")
+    if config is not None:
+        output = load_config(config, overrides).config.output
+        name, folder = output.name, output.dir
+    return write_given(changed, data, Path(folder) / str(name), config)
 
-    Raises:
-        ConfigError: they are no mapping, or a value is not one that a YAML file could have.
-    """
+
+def _checked(settings: Settings | None) -> Settings:
+    """The settings; ConfigError if they are no mapping."""
     if not isinstance(settings or {}, Mapping):
         raise ConfigError(
             f"settings: expected a dict by dotted name, such as {{'train.epochs': 2}} "
             f"(found a {type(settings).__name__})"
         )
-    return [f"{name}={_typed(name, value)}" for name, value in (settings or {}).items()]
+    return settings or {}
+
+
+def _overrides(settings: Settings) -> list[str]:
+    """Settings as they are typed: `{"train.epochs": 2}` is "train.epochs=2".
+
+    Raises:
+        ConfigError: a value is not one that a YAML file could have.
+    """
+    return [f"{name}={_typed(name, value)}" for name, value in settings.items()]
 
 
 def _typed(name: object, value: object) -> str:

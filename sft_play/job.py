@@ -145,17 +145,22 @@ def plan_again(job: Job, accept: Accept) -> Plan:
 
     Raises DoesNotFitError if there is none.
     """
-    earlier = job.plan
-    request = Request(
+    earlier, request = job.plan, request_of(job)
+    return fastest_plan(request, lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft))
+
+
+def request_of(job: Job) -> Request:
+    """What is asked of the planner for a job, with processes, groups and budget of its plan."""
+    plan = job.plan
+    return Request(
         job.config,
         Architecture.of(job.architecture),
         DataFacts.of(job.data, job.config),
         job.machine,
-        earlier.sharing.world_size,
-        earlier.sharing.machines,
-        earlier.memory.budget_bytes if earlier.memory else None,
-    ).in_groups_as(earlier.sharing)
-    return fastest_plan(request, lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft))
+        plan.sharing.world_size,
+        plan.sharing.machines,
+        plan.memory.budget_bytes if plan.memory else None,
+    ).in_groups_as(plan.sharing)
 
 
 def _shared_as(plan: Plan) -> tuple[str, str]:

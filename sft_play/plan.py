@@ -11,7 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
 
 # Where the numbers of a plan come from. What an earlier run measured is no prediction.
-TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
+TRACED, PROFILED, EARLIER, PROBED = "trace", "profile", "earlier run", "probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,12 @@ class Plan:
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
-    step_seconds: float | None = None  # predicted, of an optimizer step of average size
-    step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
+    step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
+    step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
+    step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number
+    step_seconds_origin: str = PROFILED  # the profile alone, EARLIER, or PROBED
     profile_seconds: float | None = None  # as the device profile alone predicts them
+    refuted_seconds: float | None = None  # predicted by a profile that the probe has shown to be wrong
     memory: Memory | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
@@ -167,6 +170,8 @@ class Plan:
         values.pop("prefetch_layers", None)  # of a setting that is gone
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
+        if spread := values.get("step_seconds_range"):
+            values["step_seconds_range"] = tuple(spread)
         values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other
         why, alternatives = tuple(tree["why"]), tuple(tree["alternatives"])
         return cls(**parts_of(values), **values, memory=memory, why=why, alternatives=alternatives)

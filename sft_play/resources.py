@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 CONFIGS = PACKAGE / "configs"
 SCRIPTS = PACKAGE / "scripts"  # of ranks and of nodes, which a launcher starts
-CATALOGUES = {"hardware.yaml", "models.yaml"}  # among the configs, but no runs
+CATALOGUES = {"hardware.yaml", "models.yaml", "prices.yaml"}  # among the configs, but no runs
 
 
 def shipped_configs() -> list[str]:

@@ -3,7 +3,7 @@
 1 GiB is 2**30 bytes and is always labeled GiB; GB (10**9) is not used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
@@ -64,3 +64,9 @@ def format_duration(seconds: float) -> str:
     if hours < 100:
         return f"{hours} h {minutes:02d} min"
     return f"{seconds / 86_400:,.1f} days"
+
+
+def format_range(least: float, most: float, form: Callable[[float], str]) -> str:
+    """`format_range(2, 3, format_duration)` is "2.0 s to 3.0 s"; one text where both are alike."""
+    low, high = form(least), form(most)
+    return low if low == high else f"{low} to {high}"

@@ -22,13 +22,15 @@ from sft_play.config.schema import DataConfig, ModelConfig, OutputConfig, RunCon
 from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import what_if
+from sft_play.machine.links import links_of, rate_of
 from sft_play.model.published import published_models
 from sft_play.plan import Plan
 from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
+from sft_play.planning.search.less_sent import LONGER
 from sft_play.planning.speed.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
-from sft_play.planning.speed.devices import Collectives, collectives_of, derived_profile
+from sft_play.planning.speed.devices import Collectives, derived_profile
 from sft_play.sizing.architecture import Architecture
 from sft_play.sizing.estimator import work_of_plans
 from sft_play.ui.console import console
@@ -63,9 +65,8 @@ def parts_of(row: dict[str, Any], gpus: int) -> tuple[StepSeconds, tuple[Message
     profile = derived_profile(machine, gpus)
     assert profile
     parts = step_seconds(work, profile, batch, update_share=engine.update_share(plan.sharing.shards))
-    collectives = collectives_of(machine, gpus)
-    if link := row.get("link_gb_s"):  # which the catalogue does not know
-        collectives = Collectives.over_link(1e9 * link, gpus)
+    sheet = row.get("link_gb_s") or machine.gpus[0].link_gb_s  # the catalogue does not know all
+    collectives = Collectives.over_link(1e9 * sheet, gpus) if sheet and gpus > 1 else None
     return parts, messages_of(work, run, plan), collectives
 
 
@@ -84,6 +85,16 @@ def exposed(parts: StepSeconds, messages: tuple[Message, ...], collectives: Coll
     return max(hidden, collectives.seconds(ends))
 
 
+def ranged(row: dict[str, Any], parts: StepSeconds, messages: tuple[Message, ...]) -> tuple[float, float]:
+    """The least and the most that a step may take by a plan, which does not know this machine's link."""
+    [link] = links_of(what_if(row["gpu"], row["gpus"]), row["gpus"])
+    least, most = (
+        Collectives.over_link(rate_of(link, best), row["gpus"]).seconds(messages) for best in (True, False)
+    )
+    beside = min(least, parts.forward + parts.backward)
+    return sum(parts) + least - beside, (sum(parts) + most) * LONGER["cuda"]
+
+
 def _size(message: Message) -> float:
     return message.tensor_bytes
 
@@ -100,7 +111,8 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
         "overlapped": more + exposed(parts, messages, collectives),
     }
     more_seconds = {name: round(value, 4) for name, value in found.items()}
-    return {**row, "predicted_alone": round(sum(alone), 3), "more_seconds": more_seconds}
+    span = [round(end - sum(alone), 4) for end in ranged(row, parts, messages)]
+    return {**row, "predicted_alone": round(sum(alone), 3), "more_seconds": more_seconds, "range": span}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +123,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     nearer = sum(abs(full) < abs(beside) for full, beside in zip(*errors.values(), strict=True))
     medians = {way: statistics.median(map(abs, found)) for way, found in errors.items()}
-    return {"rows": len(rows), "nearer_added_in_full": nearer, "median_error": medians}
+    within = sum(row["range"][0] <= row["more_seconds"]["published"] <= row["range"][1] for row in rows)
+    return {
+        "rows": len(rows),
+        "nearer_added_in_full": nearer,
+        "median_error": medians,
+        "within_the_range_of_a_plan": within,
+    }
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
+from sft_play.machine.prices import price_of
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.answers.advice import Change, as_overrides, plan_or_advise
@@ -26,6 +27,7 @@ from sft_play.planning.answers.other_machines import (
     COMMON_GPUS,
     COUNTS,
     MODES,
+    cost_at,
     fewest_gpus,
     gpu_hours,
     plans_by_gpu,
@@ -90,7 +92,8 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
-    tree["plan"]["cost"] = _cost(asked.gpu_hour, tree["plan"]["gpu_hours"])
+    price = asked.gpu_hour or (price_of(machine.gpus[0].name) if machine.gpus else None)
+    tree["plan"]["cost"] = cost_at(price, tree["plan"]["gpu_hours"])
     command = _command(asked, resolved, request.config, chosen)
     report = plan_report(tree, scales)
     if not facts.seen:
@@ -121,11 +124,6 @@ def _facts(
     if config.data.sources or resolved.origins["data.train_path"] != "default":
         facts = data_facts(config, architecture, progress=not asked.json)
     return facts, []
-
-
-def _cost(price: float | None, hours: float | None) -> float | None:
-    """Of the run at a price of a GPU for an hour, in the currency of the price."""
-    return None if price is None or hours is None else price * hours
 
 
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:

@@ -29,10 +29,12 @@ class TrainConfig(Section):
     """Number of optimizer steps; overrides epochs."""
     learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1), NUMBER] = 2e-4
     """Peak learning rate. Adapters typically need about ten times that of full fine-tuning."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after warmup."""
+    lr_schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    """Learning rate schedule after warmup. warmup_stable_decay: constant, then falling (decay_ratio)."""
     warmup_ratio: Fraction = 0.03
     """Share of the steps used for linear warmup from 0; at most all but the last."""
+    decay_ratio: Fraction = 0.2
+    """With warmup_stable_decay, the share of the steps at the end over which the rate falls linearly to 0."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
     reference_batch_size: Count | None = None

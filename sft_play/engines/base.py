@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
 
+FP32 = 4  # bytes
 NOTHING_CAST: Mapping[str, Any] = {}
 FILE_OF_RANK = re.compile(r"(?:rng_state_|optimizer_shard_|zero_pp_rank_)(\d+)")  # that each process writes
 
@@ -272,6 +273,16 @@ class Engine(Traits):
         sizes = (sum(work.exchanged(kind).elements()) for kind in (TRANSFER, IN_RAM))
         copied, summed = (float(accumulation * size) for size in sizes)
         return copied, summed
+
+    def moved_by_disk(self, work: Work, accumulation: int, share: float) -> float:
+        """Bytes that a step of a process reads from and writes to its mapped files: AdamW's two moments.
+
+        Args:
+            work: of a micro-batch.
+            accumulation: micro-batches per step of each process.
+            share: of what is trained, that it updates.
+        """
+        return 2 * 2 * FP32 * share * work.trained_elements
 
     def update_share(self, world_size: int) -> float:
         """The share of the trained elements that a process updates."""

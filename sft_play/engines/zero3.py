@@ -12,15 +12,13 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Division
+from sft_play.engines.base import FP32, Division
 from sft_play.engines.sharded import Sharded
 from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
 from sft_play.timeline import TERMS, WHOLE_MODEL, Buffer, Step
 from sft_play.units import AUTOCAST
 from sft_play.work import Work
-
-FP32 = 4  # bytes
 
 
 class Zero3(Sharded, Zero):
@@ -137,6 +135,13 @@ class Zero3(Sharded, Zero):
         gradients = summed / 3 / accumulation  # bytes
         copies = 2 * (accumulation - 1) + 1
         return copied + 2 * copies * gradients, 2 * 2 * gradients
+
+    def moved_by_disk(self, work: Work, accumulation: int, share: float) -> float:
+        """Weights too: what each pass reads of them, and their fp32 copies, which are read and written."""
+        copied, summed = super().moved_by_offload(work, accumulation)
+        weights = copied / 2 - summed / 3
+        moments = super().moved_by_disk(work, accumulation, share)
+        return moments + weights + 2 * FP32 * share * work.trained_elements
 
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
         """The fp32 weights of all processes are saved with their states."""

@@ -90,6 +90,12 @@ def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> 
     return per_lane and int(match[3]) * per_lane
 
 
+def generation_of_pcie(compute_capability: tuple[int, int] | None) -> int | None:
+    """The generation of PCIe that GPUs of a compute capability have: 4 of (8, 9)."""
+    known = read_shipped(SPECS_FILE)["links"]["pcie_generation"]
+    return known.get(".".join(map(str, compute_capability or ())))
+
+
 def nearest_names(name: str, limit: int = 4) -> list[str]:
     """Known GPUs with similar names, those that share a word with `name` first."""
     wanted = model_words(name)

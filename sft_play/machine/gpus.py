@@ -56,12 +56,18 @@ class Gpu:
     matmul_tflops: float | None = None  # that products of the best shape have been seen to reach
     bandwidth_gb_s: float | None = None
     host_link: str | None = None  # to RAM, where `link` is another one
+    bridge: str | None = None  # NVLink of two of them, if somebody has bought one; of a what-if machine
     network_gb_s: float | None = None  # to a GPU of another machine, in one direction
 
     @property
     def link_gb_s(self) -> float | None:
         """GB/s to another GPU over `link`, in one direction; None if unknown."""
         return link_speed(self.link, self.compute_capability)
+
+    @property
+    def link_is_pcie(self) -> bool:
+        """Whether `link` is known, and no NVLink."""
+        return (self.link or "").startswith("PCIe")
 
     @property
     def bf16(self) -> bool | None:
@@ -256,6 +262,7 @@ def what_if(name: str, count: int = 1) -> Machine:
             free_bytes=memory,
             compute_capability=(int(major), int(minor)),
             link=specs.get("link"),
+            bridge=specs.get("bridge"),
             network_gb_s=specs.get("network_gb_s"),
             **speed_of(specs),
         )

@@ -14,7 +14,7 @@ from sft_play.planning.candidates.sequence import require_divisible, why_padded
 from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
-from sft_play.planning.speed.devices import host_link
+from sft_play.planning.speed.devices import profile_of
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
@@ -98,7 +98,7 @@ def _attention(request: Request) -> str:
 def candidates(request: Request) -> list[Plan]:
     """Every plan that may be chosen, before memory is estimated; errors as of `allowed_plans`."""
     drafts, _ = allowed_plans(request)
-    if request.config.train.asked_activations != "auto" or host_link(request.machine) is not None:
+    if request.config.train.asked_activations != "auto" or profile_of(request.machine, request.processes):
         return drafts
     return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
 

@@ -7,13 +7,14 @@ from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
+from sft_play.machine.links import links_of
 from sft_play.model.attention_table import ATTENTIONS, NAME
 from sft_play.plan import EARLIER, PROFILED, Estimator, Plan
 from sft_play.planning.budget import training_threads
 from sft_play.planning.candidates.compiled import compiled_reasons
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import work_of_request
-from sft_play.planning.speed.devices import collectives_of, device_name, links_of, only_while_busy, profile_of
+from sft_play.planning.speed.devices import collectives_of, device_name, only_while_busy, profile_of
 from sft_play.reasons.evidence import (
     Communication,
     OnlyWhileBusy,
@@ -153,5 +154,6 @@ def profile_reasons(
         collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured
         links = links_of(machine, processes, replicas)
-        found.append(Communication(processes, measured, links, not machine.what_if))
+        slowest, faster = tuple(link.slowest for link in links), any(link.either for link in links)
+        found.append(Communication(processes, measured, slowest, not machine.what_if, faster))
     return found

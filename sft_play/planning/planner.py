@@ -20,7 +20,7 @@ from sft_play.planning.candidates.weights_alone import not_too_large
 from sft_play.planning.explain import profile_reasons, step_reasons, trained_besides
 from sft_play.planning.request import Request
 from sft_play.planning.search.choice import TIE, choose_plan
-from sft_play.planning.speed.clock import plan_clock
+from sft_play.planning.speed.clock import plan_clock, with_range
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.measured_speed import corrected_clock, speeds_of
 from sft_play.reasons.choices import TokensDivided
@@ -106,7 +106,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         layers = len(architecture.modules.layer_kinds) if mix else 0
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
-            plan = speed_of(config, plan).labelled(plan, seconds(config, plan))
+            plan = with_range(request, speed_of(config, plan).labelled(plan, seconds(config, plan)))
             more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.sharing.replicas)
             found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)
         except UntraceableModel as error:

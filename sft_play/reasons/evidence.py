@@ -115,23 +115,24 @@ class Communication(Reason):
 
     processes: int
     measured: bool
-    links: tuple[float, ...]  # bytes a second by the data sheet, as `planning.speed.devices.links_of`
+    links: tuple[float, ...]  # bytes a second by the data sheet, as `machine.links.links_of`
     measured_later: bool  # by the first run
+    may_be_faster: bool = False  # the links, than these, which are the slowest that there may be
 
     def __str__(self) -> str:
         if self.measured:
             return f"communication: as measured between {self.processes} processes here"
         later = f"; the first run of {self.processes} processes measures it" if self.measured_later else ""
         if self.links:
-            speeds = link_text(self.links)
+            speeds = link_text(self.links) + ", the slowest that there may be" * self.may_be_faster
             return f"communication: derived from the data sheet ({speeds}), not measured{later}"
         return f"communication: not counted, since the link between processes is unknown{later}"
 
 
 def link_text(links: Sequence[float]) -> str:
-    """Speeds of links (`planning.speed.devices.links_of`) in words."""
+    """Speeds of links (`machine.links.links_of`) in words."""
     places = ("between devices",) if len(links) == 1 else ("inside a machine", "between machines")
-    return ", ".join(f"{link / 1e9:g} GB/s {place}" for link, place in zip(links, places, strict=True))
+    return ", ".join(f"{link / 1e9:.3g} GB/s {place}" for link, place in zip(links, places, strict=True))
 
 
 class AssumedRows(Reason):

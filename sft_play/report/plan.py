@@ -13,7 +13,7 @@ from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
 from sft_play.report.table import Table, on_screen
-from sft_play.report.tables import MISSING, formatted, said_of
+from sft_play.report.tables import MISSING, by_duration, by_speed, formatted, said_of
 from sft_play.spelling import as_typed
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
@@ -62,13 +62,20 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
     )
 
 
+def how_compared(plan: Mapping[str, Any]) -> list[str]:
+    """What the one speed of each plan assumes, where it may have others."""
+    said = "tokens/s of this table: over the slowest links, nothing overlapped, as plans are compared"
+    return [said] if plan.get("step_seconds_range_reason") else []
+
+
 def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     """The candidates, with bars of their speed and peak."""
     rows = candidates(tree, SHOWN)
     speeds, peaks = [_speed(row) for row in rows], [_needed(row) for row in rows]
     fastest, largest = max(speeds) or 1, max(peaks)
     bars = {2: [speed / fastest for speed in speeds], 3: [peak / largest for peak in peaks]}
-    return on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
+    table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
+    return Group(table, *(Words(Text(said, style="dim")) for said in how_compared(tree["plan"])))
 
 
 def _speed(row: Mapping[str, Any]) -> float:
@@ -130,10 +137,16 @@ def _time(plan: Mapping[str, Any]) -> list[Words]:
     seconds, speed = plan.get("step_seconds"), plan.get("tokens_per_second")
     if not seconds:
         return []
-    tokens = f", {speed:,.0f} tokens/s" if speed else ""
-    total = format_duration(seconds * plan["total_steps"])
+    step = by_duration(plan, seconds, format_duration)
+    total = by_duration(plan, seconds * plan["total_steps"], format_duration)
+    tokens = f", {by_speed(plan, speed, '{:,.0f}'.format)} tokens/s" if speed else ""
+    between = f": {reason}" if (reason := plan.get("step_seconds_range_reason")) else ""
     said = said_of(plan.get("step_seconds_origin"))
-    return [Words(f"{said}: {format_duration(seconds)} a step, {total} in total{tokens}")]
+    return [Words(f"{said}: {step} a step, {total} in total{tokens}{between}")]
+
+
+def _hours(plan: Mapping[str, Any], hours: float | None) -> str:
+    return by_duration(plan, hours, lambda spent: f"{spent:,.{int(spent < 100)}f}")
 
 
 def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
@@ -154,8 +167,9 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
         lines.append(("RAM", f"{format_bytes(host['needed_bytes'])} of the machine, predicted"))
     lines += [("time", words.text.plain) for words in _time(plan)]
     if hours := plan.get("gpu_hours"):
-        cost = "" if plan.get("cost") is None else f", which cost {plan['cost']:,.2f}"
-        lines.append(("GPU hours", f"{hours:,.{int(hours < 100)}f}{cost}"))
+        price = plan.get("cost")
+        cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"
+        lines.append(("GPU hours", _hours(plan, hours) + cost))
     lines.append(("steps", _steps(plan)))
     parts: list[RenderableType] = [
         Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),
@@ -194,10 +208,12 @@ def gpus_table(tree: Mapping[str, Any]) -> Table:
     hours = tree["seen"]
     each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
-    heads = [f"{name}\n{what}" for name in names for what in ("n x mb", "tok/s", "GPU-h" if hours else "GiB")]
+    priced = any(plan.get("cost") is not None for row in tree["cards"] for plan in row["plans"].values())
+    columns = ("n x mb", *(("GPU-h", "cost") if priced else ("tok/s", "GPU-h" if hours else "GiB")))
+    heads = [f"{name}\n{what}" for name in names for what in columns]
     rows = []
     for row in tree["cards"]:
-        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
+        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, columns)]
         rows.append([row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells])
     caption = f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens"
     return Table(["GPU", "GiB", *heads], rows, caption)
@@ -217,27 +233,39 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     least = (
         "GiB: the peak of tensors, at least (micro-batch 1, activations recomputed) and in the fastest plan."
     )
-    last = "GPU-h: hours of the run times GPUs." if tree["seen"] else least
+    hours = "GPU-h: hours of the run times GPUs, a range where links decide."
+    last = hours if tree["seen"] else least
     return [
         counts,
         *([grown] if len(batches) > 1 else []),
-        "-: it does not fit. tok/s: tokens per second, predicted from data sheets, n/a where they do not "
-        f"tell it or the link. {last}",
+        "-: it does not fit. tok/s: tokens per second, predicted from data sheets, n/a without one; over the "
+        f"slowest link that there may be. {last}",
     ]
 
 
-def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
+def _card_cells(plan: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     if "problem" in plan:
-        return "-", "-", "-"
+        return ("-",) * len(columns)
     speed = formatted(
         plan["tokens_per_second"], lambda found: f"{found:,.0f}" if found < 1e5 else format_count(found)
     )
-    if hours:
-        last = formatted(plan["gpu_hours"], lambda spent: f"{spent:,.{int(spent < 100)}f}")
-    else:
-        last = _range(plan["least_bytes"], plan["peak_bytes"])
     group = f"/{plan['sequence_ranks']}" if plan["sequence_ranks"] > 1 else ""
-    return f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}", speed, last
+    cells = {
+        "n x mb": f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}",
+        "tok/s": speed,
+        "GPU-h": _in_cell(plan, plan["gpu_hours"], _hours(plan, plan["gpu_hours"])),
+        "cost": _in_cell(plan, plan.get("cost"), formatted(plan.get("cost"), "{:,.2f}".format)),
+        "GiB": _range(plan["least_bytes"], plan["peak_bytes"]),
+    }
+    return tuple(cells[name] for name in columns)
+
+
+def _in_cell(plan: Mapping[str, Any], value: float | None, one: str) -> str:
+    """A range of hours or prices in few digits, or the text of one number."""
+    found = by_duration(
+        plan, value, lambda part: format_count(part) if part >= 1000 else f"{part:.{int(part < 10)}f}"
+    )
+    return found.replace(" to ", "-") if " to " in found else one
 
 
 def _range(least: int | None, most: int | None) -> str:

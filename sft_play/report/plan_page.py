@@ -6,11 +6,18 @@ from typing import Any
 
 from sft_play.config.methods import METHODS
 from sft_play.report.html import Block, Page, Section, Text
-from sft_play.report.plan import candidates, candidates_table, engine_label, gpus_legend, gpus_table
+from sft_play.report.plan import (
+    candidates,
+    candidates_table,
+    engine_label,
+    gpus_legend,
+    gpus_table,
+    how_compared,
+)
 from sft_play.report.record import RunRecord
 from sft_play.report.scaling import process_unit
 from sft_play.report.sections import memory_blocks, scaling_blocks
-from sft_play.report.tables import formatted
+from sft_play.report.tables import by_duration, by_speed
 from sft_play.units import capitalized, counted, format_bytes, format_duration
 
 TEMPLATE = "planner.html.j2"
@@ -51,8 +58,8 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
     batch = [plan[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     tiles = [
         (f"micro-batch x accumulation x {unit}s", " x ".join(f"{number:,}" for number in batch)),
-        ("tokens/s, predicted", formatted(plan.get("tokens_per_second"), "{:,.0f}".format)),
-        ("step, predicted", formatted(plan.get("step_seconds"), format_duration)),
+        ("tokens/s, predicted", by_speed(plan, plan.get("tokens_per_second"), "{:,.0f}".format)),
+        ("step, predicted", by_duration(plan, plan.get("step_seconds"), format_duration)),
         ("engine", engine_label(plan)),
     ]
     if memory:
@@ -66,8 +73,8 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
         Section("why", "Why", [Text(tree["why"])]),
     ]
     if tree["alternatives"]:
-        others = candidates_table(candidates(tree), plan)
-        sections.insert(1, Section("others", others.caption, [others]))
+        others, said = candidates_table(candidates(tree), plan), how_compared(plan)
+        sections.insert(1, Section("others", others.caption, [others, *([Text(said)] if said else [])]))
     if scaled := list(scaling_blocks(record)):
         sections.append(Section("scaling", "More of these GPUs", scaled))
     return Page(

@@ -163,7 +163,7 @@ class KeyNumber:
 def key_numbers(run: RunRecord) -> list[KeyNumber]:
     """The key numbers of a run."""
     summary, plan = run.summary, run.chosen
-    predicted, measured, origin = step_seconds(summary)
+    predicted, measured, origin, _ = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     if (ranks := plan.get("sequence_ranks") or 1) > 1 and batch[-1]:
         batch[-1] = ranks_text(batch[-1], ranks)
@@ -226,7 +226,7 @@ def _speed(run: RunRecord) -> Iterator[Block]:
     percent = "{:.1%}".format
     measured = summary.get("measured_step_seconds") or run.latest("speed/step_seconds", RECENT)
     rows = [
-        ("optimizer step", step_line(predicted, measured, origin)),
+        ("optimizer step", step_line(predicted, measured, origin, run.chosen.get("refuted_seconds"))),
         ("tokens per second, padding not counted", formatted(tokens_per_second(run), "{:,.0f}".format)),
         ("padding", formatted(summary.get("padding_share"), "{:.1%} of all tokens".format)),
         ("model FLOPs utilization", formatted(summary.get("mfu"), percent)),

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from sft_play.plan import EARLIER
+from sft_play.plan import EARLIER, PROBED
 from sft_play.reasons.choices import ranks_text
 from sft_play.report.layout import apart, ending
 from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
-from sft_play.units import counted, format_bytes, format_count, format_duration
+from sft_play.units import counted, format_bytes, format_count, format_duration, format_range
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
@@ -212,18 +212,60 @@ def _speed(summary: Mapping[str, Any]) -> str:
 
 def said_of(origin: str | None) -> str:
     """What a number that was known before the run is called."""
-    return "from an earlier run" if origin == EARLIER else "predicted"
+    return {EARLIER: "from an earlier run", PROBED: "probed"}.get(origin or "", "predicted")
 
 
-def step_seconds(summary: Mapping[str, Any]) -> tuple[float | None, float | None, str | None]:
+def _step_range(plan: Mapping[str, Any]) -> tuple[float, float, float]:
+    """The seconds of a step by which plans are compared, the least and the most; of a plan that has them."""
+    seconds = plan["step_seconds"]
+    return seconds, *(plan.get("step_seconds_range") or (seconds, seconds))
+
+
+def by_duration(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the seconds of a step, such as hours or a price, as their range has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * least / seconds, value * most / seconds, form)
+
+
+def by_speed(plan: Mapping[str, Any], value: float | None, form: Format) -> str:
+    """A number that grows with the steps per second, as the range of their seconds has it."""
+    if value is None:
+        return MISSING
+    seconds, least, most = _step_range(plan)
+    return format_range(value * seconds / most, value * seconds / least, form)
+
+
+def step_seconds(
+    summary: Mapping[str, Any],
+) -> tuple[float | None, float | None, str | None, float | None]:
     """The arguments of `step_line`."""
     expected, measured = (summary.get(f"{kind}_step_seconds") for kind in ("predicted", "measured"))
-    return expected, measured, summary.get("predicted_step_origin")
+    return expected, measured, summary.get("predicted_step_origin"), summary.get("refuted_step_seconds")
 
 
-def step_line(predicted: float | None, measured: float | None, origin: str | None = None) -> str:
-    """Predicted and measured seconds of an optimizer step in one line."""
+def step_line(
+    predicted: float | None,
+    measured: float | None,
+    origin: str | None = None,
+    refuted: float | None = None,
+) -> str:
+    """Predicted and measured seconds of an optimizer step in one line.
+
+    `refuted` are those that were predicted by a profile which the probe has shown to be wrong.
+    """
+    if measured and (wrong := refuted or _far_off(predicted, measured, origin)):
+        said = f"took {format_duration(measured)}; the plan's {format_duration(wrong)} was wrong"
+        return f"{said}, its profile is measured again next time" if refuted else said
     return _compared(predicted, measured, origin, format_duration, "{:.0f}%")
+
+
+def _far_off(predicted: float | None, measured: float, origin: str | None) -> float | None:
+    """A prediction that is so far off that by how much says nothing; None if it is not."""
+    if not predicted or origin in (EARLIER, PROBED):
+        return None
+    return predicted if max(predicted / measured, measured / predicted) >= TIMES else None
 
 
 def memory_line(predicted: int | None, measured: int | None, origin: str | None = None) -> str:
@@ -240,7 +282,7 @@ def _compared(
 ) -> str:
     """Two numbers, and the error of a prediction; what an earlier run measured is none."""
     line = f"{said_of(origin)} {formatted(predicted, form)}, measured {formatted(measured, form)}"
-    if not predicted or not measured or origin == EARLIER:
+    if not predicted or not measured or origin in (EARLIER, PROBED):
         return line
     error, side = 100 * abs(measured - predicted) / measured, "low" if measured > predicted else "high"
     if error < 0.05:

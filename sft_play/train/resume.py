@@ -122,6 +122,7 @@ def _offer(job: Job, at_most: int | None) -> Offer:
 TRAIN = (
     "lr_schedule",
     "warmup_ratio",
+    "decay_ratio",
     "max_grad_norm",
     "seed",
     "optimizer",

@@ -18,6 +18,7 @@ from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.model.architecture import class_to_name
+from sft_play.plan import Plan
 from sft_play.planning.speed.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
@@ -30,10 +31,12 @@ from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
 from sft_play.train.ranks import from_all
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
+from sft_play.train.refuted import forget_if_wrong, is_refuted
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import Saved, facts_of_weights, save
 from sft_play.train.session import Session, prepare_session
-from sft_play.train.settle import keep_times, settle_plan
+from sft_play.train.settle import settle_plan
+from sft_play.train.speeds import keep_times
 
 OF_STEPS = ("tokens_per_second", "training_seconds", "start_seconds", "mfu", "data_wait")  # by the reporter
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
@@ -119,6 +122,8 @@ def remember_speed(session: Session) -> None:
     if reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
         keep_times(job, Timing.of(job.plan, seconds, job.plan.sharing.world_size / speed))
+        if job.ranks.is_main and is_refuted(job.plan, seconds):
+            forget_if_wrong(job, seconds)
 
 
 def remember_memory(session: Session, run: ProbeResult) -> None:
@@ -170,6 +175,15 @@ def measured_ram(session: Session) -> int | None:
     return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.sharing.machines
 
 
+def predicted_step(plan: Plan) -> dict[str, Any]:
+    """What was known of the seconds of a step, and what turned out to be wrong."""
+    return {
+        "predicted_step_seconds": plan.step_seconds,
+        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
+        "refuted_step_seconds": plan.refuted_seconds,
+    }
+
+
 def summarise(
     session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, saved: Saved | None
 ) -> dict[str, Any]:
@@ -202,8 +216,7 @@ def summarise(
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         **{name: getattr(reporter, name) for name in OF_STEPS},
         "padding_share": rows.padding_share,
-        "predicted_step_seconds": plan.step_seconds,
-        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
+        **predicted_step(plan),
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(of_whole, device, probed, metered),

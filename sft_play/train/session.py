@@ -11,6 +11,7 @@ from trl import SFTConfig
 
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
+from sft_play.config.train import TrainConfig
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
@@ -207,7 +208,10 @@ EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25
 
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+SCHEDULES = {
+    "cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup",
+    "warmup_stable_decay": "warmup_stable_decay",
+}  # fmt: skip
 
 
 def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int, int]:
@@ -293,6 +297,17 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
     return min(math.ceil(ratio * total_steps), total_steps - 1)
 
 
+def schedule_settings(train: TrainConfig, total_steps: int) -> dict[str, Any]:
+    """What the schedule needs beyond the warmup, as transformers names it."""
+    if train.lr_schedule != "warmup_stable_decay":
+        return {}
+    after_warmup = total_steps - warmup_steps(train.warmup_ratio, total_steps)
+    return {
+        "num_decay_steps": min(math.ceil(train.decay_ratio * total_steps), after_warmup),
+        "decay_type": "linear",
+    }
+
+
 def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
     train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
     return dict(
@@ -300,6 +315,7 @@ def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
         # a schedule-free optimizer does the warmup itself
         lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
         warmup_steps=warmup_steps(train.warmup_ratio, plan.schedule.total_steps),
+        lr_scheduler_kwargs=schedule_settings(train, plan.schedule.total_steps),
         optim=optimizer.trainer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,

@@ -4,23 +4,22 @@ import math
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from rich.padding import Padding
 
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
-from sft_play.plan import Plan
-from sft_play.planning.budget import training_device
-from sft_play.planning.speed.devices import profile_of
-from sft_play.planning.speed.measured_speed import Timing, read_speed, speed_path, write_times
+from sft_play.plan import PROBED, Plan
+from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.report.memory import probe_line
-from sft_play.sizing.architecture import text_of
+from sft_play.report.tables import step_line
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.start import part
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
+from sft_play.train.refuted import as_probed, choose_again, is_refuted
 from sft_play.train.session import Session, close_session, prepare_session
+from sft_play.train.speeds import keep_times, speed_file
 from sft_play.ui.console import console, warn
 from sft_play.units import format_bytes, format_duration
 
@@ -56,21 +55,24 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
         return session, result
     worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.schedule.total_steps
     allowance = SEARCH_SECONDS if setting == "search" else worth_spending
-    return _fastest_by_measurement(session, result, allowance, cost=time.monotonic() - began)
+    cost, better = time.monotonic() - began, None
+    if is_refuted(session.job.plan, result.step_seconds):
+        session, better = _chosen_again(session, result, cost)
+    return _fastest_by_measurement(session, result, allowance, cost, better)
 
 
-def keep_times(job: Job, *timed: Timing) -> None:
-    """Keeps what plans took that were timed in turn, on the main rank; the first of them is trained."""
-    if job.ranks.is_main and timed:
-        write_times(speed_file(job), timed)
+def _chosen_again(session: Session, result: ProbeResult, cost: float) -> tuple[Session, Plan | None]:
+    """The session, which knows how long steps take, and a plan that should be faster, if there is one."""
+    job, wrong = session.job, session.job.plan.step_seconds
+    plan, better = from_main(lambda: choose_again(job, result, cost))
+    said = step_line(wrong, result.step_seconds, refuted=plan.refuted_seconds)
+    warn(f"the step {said}" + (f"; chosen again: {better.why[0]}" if better else "; the plan stays"))
+    return _with_plan(session, plan), better
 
 
-def speed_file(job: Job) -> Path:
-    """Where the speeds of the plans that a job may have are kept."""
-    profile = profile_of(job.machine, job.plan.sharing.world_size)
-    return speed_path(
-        text_of(job.architecture), training_device(job.machine).name, job.config, job.plan, profile
-    )
+def _with_plan(session: Session, plan: Plan) -> Session:
+    """The session of a plan that computes as its own does."""
+    return replace(session, job=replace(session.job, plan=plan))
 
 
 def _keep_results(job: Job, *probed: tuple[Plan, ProbeResult]) -> None:
@@ -112,21 +114,21 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
 
 
 def _fastest_by_measurement(
-    session: Session, result: ProbeResult, allowance: float, cost: float
+    session: Session, result: ProbeResult, allowance: float, cost: float, better: Plan | None
 ) -> tuple[Session, ProbeResult]:
     """Times the plans that may be faster, one after the other, and continues with the fastest.
 
     The allowance is in seconds, for all of them, and so is the cost of one, as the first one took. Timing a
-    plan is not cut short.
+    plan is not cut short. A plan that was chosen again is timed in any case, and alone.
     """
     job, began, spent = session.job, time.monotonic(), 0.0
     timed = [(job.plan, result)]
     worth_it = all_agree(result.step_seconds is not None and cost <= allowance)
-    rivals = from_main(lambda: _plans_to_time(job)) if worth_it else []
+    rivals = [better] if better else from_main(lambda: _plans_to_time(job)) if worth_it else []
     for number, other in enumerate(rivals):
-        if not all_agree(spent + cost <= allowance):
+        if not better and not all_agree(spent + cost <= allowance):
             break
-        if number == 0:
+        if number == 0 and not better:
             console().print(f"  timing other plans, for at most {format_duration(allowance)}")
         session = prepare_session(close_session(session, other), announce=False)
         found = probe(session)
@@ -142,6 +144,8 @@ def _fastest_by_measurement(
     plan, result = timed[0]
     if session.job.plan != plan:
         session = prepare_session(close_session(session, plan), announce=False)
+    if plan.refuted_seconds:
+        session = _with_plan(session, as_probed(plan, result.step_seconds))
     return session, result
 
 
@@ -164,7 +168,9 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
 
     Recomputing activations where they fit only costs time, so such plans are left out.
     """
-    plan, slowest = job.plan, 0.0 if job.config.train.probe == "search" else RIVAL
+    plan = job.plan  # if its seconds were refuted, those of others say nothing
+    everything = job.config.train.probe == "search" or plan.step_seconds_origin == PROBED
+    slowest = 0.0 if everything else RIVAL
     close = [
         (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
         for row in plan.alternatives

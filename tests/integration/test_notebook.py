@@ -2,6 +2,7 @@
 
 import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,22 @@ def test_what_is_asked_wrongly_is_an_exception(tmp_path):
         api.load("nothing", runs=tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         api.fit  # noqa: B018
+
+
+@pytest.mark.thorough
+def test_rows_of_a_list_are_trained_on_without_a_config(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"w{i} w1", "answer": f"w{i}"} for i in range(40)]
+    given = dict(
+        model=tiny_model,
+        data=rows,
+        max_steps=2,
+        effective_batch_size=4,
+        generate=False,
+        chat_template="plain",
+    )
+    run = api.train(**given, output_name="mine")
+    assert run.path == Path("runs/mine") and run.summary["status"] == "done"
+    assert (run.weights / "adapter_model.safetensors").is_file()
+    assert api.train(**given, output_name="mine", resume=True).summary == run.summary  # it is finished
+    assert api.plan(**given, gpu="RTX 4090").plan["total_steps"] == 2

@@ -28,7 +28,8 @@ from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import train
 from sft_play.train.session import ordered_rows, prepare_session
-from sft_play.train.settle import settle_plan, speed_file
+from sft_play.train.settle import settle_plan
+from sft_play.train.speeds import speed_file
 from sft_play.units import GIB, KIB
 from tests.conftest import token_rows
 from tests.integration.cli import make_workspace, sft

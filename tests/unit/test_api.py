@@ -1,11 +1,14 @@
 """The Python API takes what people have at hand, or says what it takes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 import sft_play.api as sft
-from sft_play.errors import ConfigError
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError, DataError
+from sft_play.given import by_name, write_given
 
 
 @pytest.mark.parametrize(
@@ -34,4 +37,86 @@ def test_settings_become_what_would_be_typed():
     assert sft._overrides(settings) == [
         'data.train_path="a b/c.jsonl"', "train.epochs=2", "train.grad_accum=null", "train.probe=true",
     ]  # fmt: skip
-    assert sft._overrides(None) == sft._overrides({}) == []
+    assert sft._overrides({}) == []
+
+
+ROWS = [{"question": f"{i}?", "answer": f"{i}."} for i in range(3)]
+
+
+def test_keywords_are_the_last_names_of_settings():
+    assert by_name({"max_steps": 5, "mode": "lora", "r": 8, "lora_alpha": 16, "eval_limit": 3, "output_dir": "out"}) == {
+        "train.max_steps": 5, "tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 16, "eval.limit": 3,
+        "output.dir": "out",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [
+        ("limit", "limit is a setting of 2 sections; write data_limit or eval_limit"),
+        ("max_step", r"max_step is no setting; did you mean max_steps\?"),
+        ("zzz", "zzz is no setting; docs/reference/config.md"),
+    ],
+)
+def test_keywords_of_no_setting_or_of_several_are_refused(keyword, said):
+    for command in (sft.plan, sft.train):
+        with pytest.raises(ConfigError, match=said):
+            command("configs/demo.yaml", **{keyword: 1})
+
+
+def test_rows_and_settings_become_files_of_the_run(tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    settings = {"model.name": "m", "train.max_steps": 5, "tuning.lora.r": 8, "data.val_path": Path("v.jsonl")}
+    loaded = load_config(write_given(settings, ROWS, folder))
+    config = loaded.config
+    assert (config.output.name, config.output.dir) == ("mine", str(tmp_path / "runs"))
+    assert (config.train.max_steps, config.tuning.lora.r, config.data.val_path) == (5, 8, "v.jsonl")
+    rows = Path(config.data.train_path)
+    assert rows.parent == folder / ".given"
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
+    assert write_given(settings, ROWS[:2], folder) and rows.exists()  # an earlier run may need it
+    again = load_config(write_given({"train.epochs": 3.0}, "other.jsonl", folder, "configs/demo.yaml")).config
+    assert (again.data.train_path, again.train.epochs, again.model.name) == (
+        "other.jsonl",
+        3.0,
+        "builtin:demo",
+    )
+
+
+def test_a_dataset_is_taken_as_it_is(tmp_path):
+    from datasets import Dataset
+
+    config = load_config(write_given({"model.name": "m"}, Dataset.from_list(ROWS), tmp_path / "mine")).config
+    assert [json.loads(line) for line in Path(config.data.train_path).read_text().splitlines()] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            (row for row in ROWS),
+            r"found a generator; what can be read only once becomes a list by list\(...\)",
+        ),
+        ([], "expected rows, found none"),
+        ({"train": ROWS}, r"found a dict of train; give one of them"),
+        ([*ROWS, "text"], "row 4 is a str; expected a dict"),
+        ([*ROWS, {"text": "a"}], "row 4 has the keys text, and row 1 those of the format question_answer"),
+        ([{"question": {1}, "answer": ""}], "row 1 cannot be written as JSON"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused(tmp_path, monkeypatch, data, said):
+    monkeypatch.chdir(tmp_path)
+    for command in (sft.plan, sft.train):
+        with pytest.raises(ConfigError, match=said):
+            command(model="m", data=data)
+    with pytest.raises(DataError, match="no format has the keys foo"):
+        sft.train(model="m", data=[{"foo": 1}])
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_rows_without_a_model_or_nothing_at_all_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="model: expected the name of a model"):
+        sft.train(data=ROWS)
+    with pytest.raises(ConfigError, match="nothing to train; give a config, or a model and data="):
+        sft.train(model="m")

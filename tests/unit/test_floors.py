@@ -40,7 +40,7 @@ FLOORS = [
     ["job"],
     ["train"],
     ["commands"],
-    ["cli"],
+    ["cli", "given"],
     ["api"],
     ["__main__", "scripts"],
 ]  # fmt: skip

@@ -10,6 +10,8 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import what_if
+from sft_play.machine.links import links_of
+from sft_play.machine.prices import price_of
 from sft_play.plan import Plan
 from sft_play.planning.allowed import leanest_memories
 from sft_play.planning.candidates.batch import learning_rates
@@ -23,7 +25,7 @@ from sft_play.planning.speed.clock import (
     sequence_messages,
     work_of_request,
 )
-from sft_play.planning.speed.devices import collectives_of, links_of
+from sft_play.planning.speed.devices import collectives_of
 
 SCALES = (1, 2, 4, 8)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
@@ -136,7 +138,7 @@ def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "links": links_of(machine, world, plan.sharing.replicas),
+                "links": [link.slowest for link in links_of(machine, world, plan.sharing.replicas)],
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
@@ -207,7 +209,11 @@ def plans_by_mode(
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
             "least_bytes": _least_bytes(run.in_groups_as(plan.sharing), plan),
             "tokens_per_second": run.facts.tokens_per_second(plan),
-            "gpu_hours": gpu_hours(plan) if run.facts.seen else None,
+            "step_seconds": plan.step_seconds,
+            "step_seconds_range": plan.step_seconds_range,
+            "step_seconds_range_reason": plan.step_seconds_range_reason,
+            "gpu_hours": (hours := gpu_hours(plan) if run.facts.seen else None),
+            "cost": cost_at(price_of(request.machine.gpus[0].name), hours),
         }
     return plans
 
@@ -230,6 +236,11 @@ def _least_bytes(request: Request, chosen: Plan) -> int | None:
     with suppress(ConfigError, DoesNotFitError):
         least = fastest_plan(request, smallest, explain=False, mix=False).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
+
+
+def cost_at(price: float | None, hours: float | None) -> float | None:
+    """Of a run at a price of a GPU for an hour, in the currency of the price; None if one is unknown."""
+    return None if price is None or hours is None else price * hours
 
 
 def gpu_hours(plan: Plan) -> float | None:

@@ -3,7 +3,8 @@
 The times of all operations of a traced step are added up, as the device's profile gives them. Communication
 between processes is added in full, as if none of it overlapped with computation. On GPUs some of it does, but
 dividing a model has made published steps longer by more than this (benchmarks/evidence/overlap.py): links are
-slower than in data sheets, and computation is, while they are in use. Units: seconds, bytes.
+slower than in data sheets, and computation is, while they are in use. Where a link may be one or another, the
+slower one counts; `with_range` says what the other end would be. Units: seconds, bytes.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,16 +18,21 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Clock, Plan
+from sft_play.machine.links import DISK, host_link, links_of, rate_of
+from sft_play.plan import EARLIER, Clock, Plan
 from sft_play.planning.budget import training_threads
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.planning.speed.devices import ROUNDS, Collectives, collectives_of, host_link, profile_of
+from sft_play.planning.search.less_sent import at_worst
+from sft_play.planning.speed.devices import ROUNDS, Collectives, collectives_of, profile_of
 from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
 from sft_play.work import ALL_TO_ALL, TRANSFER, Work
+
+ONE_NUMBER = 0.02  # a range that is narrower is not worth a word
+OVERLAP = "communication beside computation, or between its parts"
 
 
 class StepSeconds(NamedTuple):
@@ -37,6 +43,11 @@ class StepSeconds(NamedTuple):
     exchange: float
     update: float
     overhead: float  # data and trainer
+    copies: float = 0.0  # between GPU and RAM
+
+    def overlapped(self, exchange: float) -> float:
+        """Their sum if so many seconds of communication, and all copies, go on beside the passes."""
+        return sum(self) - min(exchange + self.copies, self.forward + self.backward)
 
 
 def step_seconds(
@@ -69,17 +80,21 @@ def step_seconds(
     )
 
 
-def plan_clock(request: Request, *, link: bool = True) -> Clock:
+def plan_clock(
+    request: Request, *, link: bool = True, best: bool = False, profile: DeviceProfile | None = None
+) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
+    It goes by a `profile`, by default the one that plans count on.
     Without `link`, communication between processes takes no time. Where weights are sent for each
-    micro-batch, the seconds are unknown if communication is.
+    micro-batch, the seconds are unknown if communication is. At `best`, links are as fast as they can be, and
+    communication that was not measured goes on beside computation, as copies to and from RAM do.
     """
     facts, machine, processes = request.facts, request.machine, request.processes
-    profile = profile_of(machine, processes)
+    profile = profile or profile_of(machine, processes)
     work_of = work_of_request(request)
-    inside = cache(lambda count: collectives_of(machine, count))
-    collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
+    inside = cache(lambda count: collectives_of(machine, count, best=best))
+    collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas, best=best))
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
         engine = engine_of(plan.sharing.engine)
@@ -90,31 +105,52 @@ def plan_clock(request: Request, *, link: bool = True) -> Clock:
             return None
         batch = mean_micro_batch(facts, plan)
         work = work_of(run, plan, batch.tokens)
+        exchange = _exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks))
         parts = step_seconds(
             work,
             profile,
             batch,
             accumulation=plan.batch.accumulation,
-            exchange=_exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks)),
+            exchange=exchange,
             update_share=engine.update_share(plan.sharing.shards),
         )
-        if plan.device == "cpu" or (not plan.sharing.offloads and not plan.offloads_activations):
-            return sum(parts)
-        if not plan.sharing.offloads:
-            return _with_transfers(parts, work, plan, machine)
-        return _offloaded(parts, work, plan, machine)
+        if plan.device == "cuda" and (plan.sharing.offloads or plan.offloads_activations):
+            parts = _copying(parts, work, run, plan, machine, best=best)
+        hidden = 0.0 if collectives and collectives.measured else exchange
+        return parts.overlapped(hidden) if best and plan.device == "cuda" else sum(parts)
 
     return seconds
 
 
-def _with_transfers(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
-    """The time of a step whose layers are recomputed from inputs in RAM; None if the link is unknown.
-
-    Copies are made beside the computation, by how much of which nobody has timed, so they are added in full.
-    """
-    link, copied = host_link(machine), sum(work.exchanged(TRANSFER).elements())
+def _copying(
+    parts: StepSeconds, work: Work, run: RunConfig, plan: Plan, machine: Machine, *, best: bool
+) -> StepSeconds:
+    """The parts of a step with inputs of layers, or weights that the CPU updates, in RAM or on a disk."""
+    accumulation, engine, update = plan.batch.accumulation, engine_of(plan.sharing.engine), parts.update
+    if plan.sharing.offloads:
+        copied, summed = engine.moved_by_offload(work, accumulation)
+        update = _update_by_cpu(work, run, plan, machine, summed, best=best)
+    else:
+        copied = accumulation * sum(work.exchanged(TRANSFER).elements())
     # a copy counts as read and written, which is once over the link
-    return sum(parts) + plan.batch.accumulation * copied / 2 / link if link else None
+    copies = copied / 2 / rate_of(host_link(machine), best)
+    return StepSeconds(parts.forward, parts.backward, parts.exchange, update, parts.overhead, copies)
+
+
+def _update_by_cpu(
+    work: Work, run: RunConfig, plan: Plan, machine: Machine, summed: float, *, best: bool
+) -> float:
+    """Seconds in which the CPU adds up so many bytes of gradients, and updates what may be on a disk."""
+    engine, here = engine_of(plan.sharing.engine), min(plan.sharing.world_size, len(machine.gpus))
+    cpu, share = profile_of(replace(machine, gpus=()), here), engine.update_share(plan.sharing.shards)
+    assert cpu  # of a CPU at least as assumed
+    update = cpu.update_element_s * share * work.trained_elements
+    update += cpu.update_tensor_s * share * work.trained_tensors
+    update += float(cpu.elementwise.at(np.array(summed)) if summed else 0.0)
+    if run.parallel.nvme_path:  # the processes of a machine share the disk
+        moved = engine.moved_by_disk(work, plan.batch.accumulation, share)
+        update += here * moved / rate_of(DISK, best)
+    return update
 
 
 def _exchange(
@@ -127,22 +163,41 @@ def _exchange(
     return divided + all_ranks.seconds(messages_of(work, run, plan))
 
 
-def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
-    """The time of a step whose weights come from RAM, and which the CPU updates; None if that is unknown.
+def with_range(request: Request, plan: Plan) -> Plan:
+    """The plan with the least and the most that its step may take, and what decides between them.
 
-    Copies are added in full, as if none of them overlapped with computation.
+    The least is over the fastest links that there may be, beside computation; the most is what divided
+    weights may add besides (`at_worst`). What an earlier run or the first one measured is one number.
     """
-    engine, here = engine_of(plan.sharing.engine), min(plan.sharing.world_size, len(machine.gpus))
-    link, cpu = host_link(machine), profile_of(replace(machine, gpus=()), here)
-    if link is None or cpu is None:
-        return None
-    share = engine.update_share(plan.sharing.shards)
-    copied, summed = engine.moved_by_offload(work, plan.batch.accumulation)
-    update = cpu.update_element_s * share * work.trained_elements
-    update += cpu.update_tensor_s * share * work.trained_tensors
-    # a copy counts as read and written, which is once over the link
-    transfer = copied / 2 / link + float(cpu.elementwise.at(np.array(summed)) if summed else 0.0)
-    return sum(parts) - parts.update + update + transfer
+    if plan.step_seconds is None:
+        return plan
+    least = most = plan.step_seconds
+    reasons = [] if plan.step_seconds_origin == EARLIER else _unknowns(request, plan)
+    if reasons:
+        least = plan_clock(request, best=True)(request.config, plan) or least
+        if plan.sharing.world_size > 1:
+            most = at_worst(lambda one: one.step_seconds)(plan) or most
+    if most - least < ONE_NUMBER * most:
+        least, most, reasons = plan.step_seconds, plan.step_seconds, []
+    return replace(
+        plan, step_seconds_range=(least, most), step_seconds_range_reason="; ".join(reasons) or None
+    )
+
+
+def _unknowns(request: Request, plan: Plan) -> list[str]:
+    """What nobody has measured, and decides about the seconds of a step of a plan on GPUs."""
+    machine, sharing = request.machine, plan.sharing
+    found = []
+    if plan.device == "cuda" and sharing.world_size > 1:
+        collectives = collectives_of(machine, request.processes, sharing.replicas)
+        if not (collectives and collectives.measured):
+            links = links_of(machine, request.processes, sharing.replicas)
+            found += [link.either for link in links if link.either] or [OVERLAP]
+    if plan.device == "cuda" and (sharing.offloads or plan.offloads_activations):
+        found.append(host_link(machine).either or "copies beside computation, or between its parts")
+    if sharing.offloads and request.config.parallel.nvme_path:
+        found.append(DISK.either)
+    return list(dict.fromkeys(found))
 
 
 def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work]:

@@ -18,8 +18,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Message
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.catalogue import LARGEST_MACHINE, link_speed
-from sft_play.machine.gpus import Gpu, Machine
+from sft_play.machine.gpus import Machine
+from sft_play.machine.links import links_of, rate_of
 from sft_play.machine.process import importing_libraries
 from sft_play.planning.budget import training_device, training_threads
 from sft_play.planning.candidates.drafts import choose_precision
@@ -64,38 +64,6 @@ def derived_profile(machine: Machine, processes: int) -> DeviceProfile | None:
     )
 
 
-def links_of(machine: Machine, processes: int, replicas: int = 1) -> tuple[float, ...]:
-    """Bytes per second and direction from one device to another, by the data sheet; () if unknown.
-
-    With several replicas of a divided model: inside a machine, and to another one.
-    """
-    several = processes > max(LARGEST_MACHINE, len(machine.gpus))
-    found = []
-    for across in (False, True) if replicas > 1 else (several,):
-        links = [_link(gpu, across=across) for gpu in machine.gpus]
-        if not links or None in links:
-            return ()
-        found.append(1e9 * min(filter(None, links)))
-    return tuple(found)
-
-
-def host_link(machine: Machine) -> float | None:
-    """Bytes per second, one way, between a GPU and RAM, by the data sheet of its PCIe; None if unknown."""
-    links = [link_speed(gpu.host_link or _if_pcie(gpu.link), None) for gpu in machine.gpus]
-    return None if not links or None in links else 1e9 * min(filter(None, links))
-
-
-def _if_pcie(link: str | None) -> str | None:
-    return link if link and link.startswith("PCIe") else None
-
-
-def _link(gpu: Gpu, *, across: bool) -> float | None:
-    """GB/s from one GPU to the next; `across` several machines, as slow as the slower of link and network."""
-    if not across:
-        return gpu.link_gb_s
-    return gpu.network_gb_s and min(gpu.network_gb_s, gpu.link_gb_s or gpu.network_gb_s)
-
-
 def device_name(machine: Machine) -> str:
     """The name of the first GPU, or of the CPU."""
     return machine.gpus[0].name if machine.gpus else machine.host.cpu_model or "CPU"
@@ -128,6 +96,12 @@ def checked(profile: DeviceProfile, machine: Machine) -> DeviceProfile:
 def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> None:
     """Keeps a measured profile."""
     write_bytes(profile_path(device, threads), profile.to_json().encode())
+
+
+def forget_profile(machine: Machine, processes: int) -> None:
+    """Deletes what was measured of this machine's device, so that the next run measures it again."""
+    for count in {1, processes}:
+        profile_path(device_name(machine), training_threads(machine, count)).unlink(missing_ok=True)
 
 
 def saved_profile(
@@ -261,15 +235,19 @@ def write_collectives(device: str, processes: int, measured: Collectives) -> Non
     update_value(collectives_path(device), lambda known: known | {str(processes): asdict(measured)})
 
 
-def collectives_of(machine: Machine, processes: int, replicas: int = 1) -> Collectives | None:
+def collectives_of(
+    machine: Machine, processes: int, replicas: int = 1, *, best: bool = False
+) -> Collectives | None:
     """What communication between processes costs, as measured before or from the data sheet.
 
     With several replicas of a divided model, weights are gathered inside a machine, and gradients reduced
-    over machines. None for one process, and if neither is known.
+    over machines. Not measured, links are as slow as they can be, or with `best` as fast. None for one
+    process, and of a CPU that was not measured.
     """
     if replicas > 1:
-        links, inside = links_of(machine, processes, replicas), collectives_of(machine, processes // replicas)
-        across = Collectives.over_link(links[1], replicas) if links else None
+        inside = collectives_of(machine, processes // replicas, best=best)
+        links = links_of(machine, processes, replicas)
+        across = Collectives.over_link(rate_of(links[1], best), replicas) if links else None
         return inside and across and replace(inside, all_reduce=across.all_reduce, measured=False)
     if processes == 1:
         return None
@@ -277,4 +255,4 @@ def collectives_of(machine: Machine, processes: int, replicas: int = 1) -> Colle
     if processes in measured:
         return measured[processes]
     links = links_of(machine, processes)
-    return Collectives.over_link(links[0], processes) if links else None
+    return Collectives.over_link(rate_of(links[0], best), processes) if links else None

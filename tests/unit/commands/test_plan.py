@@ -90,7 +90,7 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
 
 def test_a_card_that_is_too_small_has_a_dash():
     found = {"tokens_per_second": None, "peak_bytes": 2**30, "gpu_hours": 2.5, "effective_batch_size": 16}
-    found |= {"least_bytes": 2**29, "micro_batch_size": 8, "sequence_ranks": 1}
+    found |= {"least_bytes": 2**29, "micro_batch_size": 8, "sequence_ranks": 1, "step_seconds": 1.0}
     plans = {"full": {"problem": "does not fit"}, "lora": {**found, "gpus": 4, "engine": "fsdp2"}}
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
     tree = {
@@ -111,7 +111,7 @@ def test_a_card_that_is_too_small_has_a_dash():
 
 def test_the_table_of_three_modes_fits_into_80_columns():
     found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "least_bytes": 2**36}
-    found |= {"effective_batch_size": 512, "micro_batch_size": 64, "sequence_ranks": 1}
+    found |= {"effective_batch_size": 512, "micro_batch_size": 64, "sequence_ranks": 1, "step_seconds": 1.0}
     plans = dict.fromkeys(MODES, {**found, "gpu_hours": 9999.9, "gpus": 512, "engine": "fsdp2"})
     row = {"gpu": "A100 80GB", "total_bytes": 2**37, "plans": plans}
     tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
@@ -119,6 +119,17 @@ def test_the_table_of_three_modes_fits_into_80_columns():
     assert text.count("123K") == text.count("10,000") == text.count("512fx64") == 3 and "…" not in text
     text = screen(gpus_report(tree | {"seen": False}))
     assert text.count("64-128") == 3 and "…" not in text
+
+
+def test_hours_and_cost_of_a_card_are_ranges_where_its_step_is():
+    found = {"tokens_per_second": 1.0, "peak_bytes": 2**30, "least_bytes": 2**29, "effective_batch_size": 8}
+    found |= {"micro_batch_size": 8, "sequence_ranks": 1, "gpus": 2, "engine": "fsdp2", "gpu_hours": 100.0}
+    found |= {"step_seconds": 2.0, "step_seconds_range": (1.5, 2.2)}
+    row = {"gpu": "RTX 3090", "total_bytes": 2**34, "plans": dict.fromkeys(MODES, found | {"cost": 40.0})}
+    tree = {"model": "org/m", "gpus": 2, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
+    text = screen(gpus_report(tree))
+    assert text.count("75-110") == text.count("30-44") == 3
+    assert "…" not in text
 
 
 @pytest.fixture()

@@ -26,6 +26,7 @@ NUMBERS = (
     "matmul_tflops",
     "bandwidth_gb_s",
     "link",
+    "bridge",
     "host_link",
     "network_gb_s",
 )

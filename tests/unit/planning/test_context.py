@@ -65,9 +65,10 @@ def test_the_search_ends_at_the_last_multiple_that_fits(budget, shape):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "away"), [("RTX 4090", True), ("H100 80GB", True), ("A100 80GB", True), ("B200", False)]
+    ("gpu", "away"),
+    [("RTX 4090", True), ("H100 80GB", True), ("A100 80GB", True), ("B200", True), ("RTX 4500 Ada", False)],
 )
-def test_activations_may_be_in_ram_only_where_the_link_is_known_as_in_a_plan(gpu, away):
+def test_activations_may_be_in_ram_only_where_seconds_are_known_as_in_a_plan(gpu, away):
     machine, facts = what_if(gpu, 1), DataFacts.full_rows(GRAIN, 0)
     for asked, expected in (({}, away), ({"activations": "offload"}, True)):
         drafts = candidates(Request(config(**asked), architecture(), facts, machine, 1))

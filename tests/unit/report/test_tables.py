@@ -107,16 +107,25 @@ def test_a_metric_that_was_not_measured_reads_as_not_available():
     assert "chrF" not in str(metric_table({"before": {"loss": 1.0}, "after": {"loss": 0.5}}).rows)
 
 
+def test_a_prediction_that_is_absurd_is_called_wrong_and_its_profile_is_measured_again_if_it_lied():
+    wrong = "took 372 ms; the plan's 21 min 50 s was wrong"
+    assert step_line(1309.5, 0.372) == wrong
+    assert step_line(0.4, 0.372, "probe", 1309.5) == f"{wrong}, its profile is measured again next time"
+    assert step_line(0.5, 14.0) == "took 14.0 s; the plan's 500 ms was wrong"
+    assert step_line(1309.5, None) == "predicted 21 min 50 s, measured n/a"
+
+
 def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0% too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0% too high)")
-    assert step_line(1309.5, 0.372).endswith("(prediction 3,520 times too high)")
-    assert step_line(0.557, 14.0).endswith("(prediction 25 times too low)")
+    assert memory_line(100 * GIB, 4 * GIB).endswith("(prediction 25 times too high)")
     assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05%)")
     assert memory_line(GIB, GIB, "earlier run") == "from an earlier run 1.00 GiB, measured 1.00 GiB"
     assert "prediction 50% too low" in step_line(1.0, 2.0, "profile")
     earlier = step_line(1.0, 2.0, "earlier run")
     assert earlier.startswith("from an earlier run 1") and "predict" not in earlier
+    probed = step_line(0.37, 0.38, "probe")
+    assert probed.startswith("probed 370 ms") and "predict" not in probed
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
 
 

@@ -1,0 +1,140 @@
+"""What people hold in Python, as files that every process of a run reads: rows, and settings by keyword."""
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.files import replacing_file, storing, write_atomic
+from sft_play.resources import located
+from sft_play.rows.formats import FORMATS, detect_format
+from sft_play.rows.json_files import Row
+
+FOLDER = ".given"  # of the run's folder; what begins with a dot stays there when a run is moved aside
+
+
+def _names(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[str]:
+    """The dotted names of all settings."""
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _names(field.annotation, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+def by_name(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, of keywords: `max_steps`, or with its section if several end so, `eval_limit`.
+
+    Raises:
+        ConfigError: no setting has such a name, or several have.
+    """
+    known: dict[str, list[str]] = {}
+    for name in _names():
+        *_, section, last = name.split(".")
+        for keyword in (last, f"{section}_{last}"):
+            known.setdefault(keyword, []).append(name)
+    return {_only(keyword, known): value for keyword, value in keywords.items()}
+
+
+def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
+    names = known.get(keyword, ())
+    if len(names) == 1:
+        return names[0]
+    if names:
+        written = " or ".join("_".join(name.split(".")[-2:]) for name in names)
+        raise ConfigError(f"{keyword} is a setting of {len(names)} sections; write {written}")
+    close = difflib.get_close_matches(keyword, known, n=1)
+    meant = f"; did you mean {close[0]}?" if close else "; docs/reference/config.md lists all settings"
+    raise ConfigError(f"{keyword} is no setting{meant}")
+
+
+def write_given(
+    settings: Mapping[str, Any], data: object, folder: Path, config: str | Path | None = None
+) -> Path:
+    """Writes `data` and the settings to files of a run's folder; returns the config.
+
+    Args:
+        settings: by dotted name.
+        data: rows, as a list of dicts or a datasets.Dataset, or the path of a file.
+        folder: of the run; its name becomes that of the run.
+        config: whose settings these change.
+
+    Raises:
+        ConfigError: the rows cannot be written, or are not all of one format.
+        StorageError: the folder cannot be written.
+    """
+    settings = {"output.dir": str(folder.parent), "output.name": folder.name, **settings}
+    with storing(folder, "Set output_dir=<folder>"):
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        settings["data.train_path"] = str(_rows_file(data, settings, folder / FOLDER))
+        tree: dict[str, Any] = {"include": str(located(Path(config)).resolve())} if config else {}
+        for name, value in settings.items():
+            *sections, last = name.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        written = folder / FOLDER / "run.yaml"
+        write_atomic(written, yaml.safe_dump(tree, sort_keys=False))
+    return written
+
+
+def _rows_file(data: Any, settings: Mapping[str, Any], folder: Path) -> str | Path:
+    """A file of rows, named by their hash, since other rows under one name would be those of another run."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    _require_rows(data, settings)
+    digest = hashlib.sha256()
+    for line in _lines(data):
+        digest.update(line)
+    file = folder / f"rows-{digest.hexdigest()[:16]}.jsonl"
+    if not file.exists():
+        with replacing_file(file) as temporary, temporary.open("wb") as written:
+            written.writelines(_lines(data))
+    return file.resolve()
+
+
+def _lines(rows: Iterable[Any]) -> Iterable[bytes]:
+    for number, row in enumerate(rows, 1):
+        try:
+            yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data: row {number} cannot be written as JSON: {error}") from None
+
+
+def _require_rows(data: Any, settings: Mapping[str, Any]) -> None:
+    """Refuses what is no list of dicts with the keys of one format."""
+    is_dataset = type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features")
+    if isinstance(data, Mapping):
+        raise ConfigError(
+            f"data: expected rows, found a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}; "
+            "give one of them, such as data=dataset['train']"
+        )
+    if not isinstance(data, Sequence) and not (is_dataset and hasattr(data, "__len__")):
+        raise ConfigError(
+            f"data: expected a list of dicts, a datasets.Dataset or a path, found a {type(data).__name__}; "
+            "what can be read only once becomes a list by list(...)"
+        )
+    if not len(data):
+        raise ConfigError("data: expected rows, found none")
+    wrong = next((number for number, row in enumerate(data, 1) if not isinstance(row, Mapping)), None)
+    if wrong:
+        raise ConfigError(f"data: row {wrong} is a {type(data[wrong - 1]).__name__}; expected a dict")
+    if settings.get("data.columns") or settings.get("data.format", "auto") != "auto":
+        return
+    name = detect_format(Row(dict(data[0]), "data", 1))
+    keys = FORMATS[name].keys
+    other = next((number for number, row in enumerate(data, 1) if not row.keys() >= set(keys)), None)
+    if other:
+        raise ConfigError(
+            f"data: row {other} has the keys {', '.join(map(str, data[other - 1]))}, and row 1 those of the "
+            f"format {name}: {', '.join(keys)}; all rows have one format"
+        )
