@@ -21,7 +21,7 @@
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
 #? EXTRAS=export,documents          optional packages to install
-#? V=1                              show the commands that make runs, and where a start goes
+#? V=1                              show commands, and where a start goes
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite: if typed only
 #! make train                                            the demo, no GPU needed
 #! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
