@@ -1,6 +1,6 @@
 """The parts of a plan, which the description of its training step holds too. Frozen; no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,7 +146,12 @@ class Activations:
     def traced(self, device: str) -> "Activations":
         """What the memory of a device depends on; a CPU has no other memory to offload to."""
         on_cpu = self.policy == "offload" and device == "cpu"
-        return replace(self, policy="recompute" if on_cpu else self.policy, mlp_tiles=1)
+        return replace(self.whole, policy="recompute" if on_cpu else self.policy)
+
+    @property
+    def whole(self) -> "Activations":
+        """The same with MLPs that compute all tokens at once."""
+        return replace(self, mlp_tiles=1)
 
     @property
     def uniform(self) -> "Activations":
@@ -179,7 +184,7 @@ class Activations:
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Activations":
         """Those of a plan or of an alternative to it; earlier versions had two ways only."""
-        older = "recompute" if values["gradient_checkpointing"] else "keep"
+        older = "recompute" if values.get("gradient_checkpointing") else "keep"
         known = {each.name: values.get(JSON_NAMES.get(each.name, each.name)) for each in fields(cls)}
         return cls(**{"policy": older} | {name: value for name, value in known.items() if value is not None})
 
@@ -189,6 +194,14 @@ class Activations:
 
 
 RECOMPUTED = Activations(policy="recompute")
+
+
+def recomputed_words(found: Iterable[Activations]) -> str:
+    """How plans that recompute activations do it, taken together."""
+    several = list(found)
+    tiles = max((each.mlp_tiles for each in several), default=1)
+    in_ram = ", from inputs in RAM" * any(each.policy == "offload" for each in several)
+    return "recomputed" + in_ram + (f", MLPs in {tiles} tiles" if tiles > 1 else "")
 
 
 def ways(train: "TrainConfig", device: str) -> Iterator[Activations]:

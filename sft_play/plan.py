@@ -3,7 +3,7 @@
 Plain frozen data; nothing here decides anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +87,10 @@ class Memory:
         """Whether it is predicted to be within the budget, and no earlier run has shown otherwise."""
         return self.within_budget and not self.ran_out
 
+    def fits_without(self, terms: Iterable[str]) -> bool:
+        """Whether the process would be within its budget if these terms of the peak took nothing."""
+        return self.process_bytes - sum(self.terms.get(term, 0) for term in terms) < self.budget_bytes
+
     def to_json(self) -> dict[str, Any]:
         """The fields, `process_bytes` (null on a CPU) and what the host needs."""
         tree = asdict(self) | {"process_bytes": self.process_bytes if self.reserved_bytes else None}
@@ -118,6 +122,9 @@ class Plan:
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
+    kernels_origin: str | None = None  # PROBED: they were timed beside others, and won
+    compile: bool = False  # whether decoder layers are compiled
     step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
     step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
     step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number

@@ -62,22 +62,19 @@ def mixed(kept: Work, recomputed: Work, apart: int) -> Work:
     Both are of the same micro-batch, one with all activations kept, one with all layers recomputed.
     """
     first = int(kept.layers.max()) + 1 - apart
-    passes = [
-        _one_pass(kept, recomputed, first, of_kept, of_recomputed)
-        for of_kept, of_recomputed in (
-            (slice(kept.backward_from), slice(recomputed.backward_from)),
-            (slice(kept.backward_from, None), slice(recomputed.backward_from, None)),
-        )
-    ]
+    forwards = slice(kept.backward_from), slice(recomputed.backward_from)
+    backwards = slice(kept.backward_from, None), slice(recomputed.backward_from, None)
+    forward, forward_layers = _one_pass(kept, recomputed, first, *forwards)
+    backward, backward_layers = _one_pass(kept, recomputed, first, *backwards)
     return replace(
         kept,
         kinds=np.concatenate([kept.kinds, recomputed.kinds]),
         dtypes=np.concatenate([kept.dtypes, recomputed.dtypes]),
         by_python=np.concatenate([kept.by_python, recomputed.by_python]),
         sizes=np.concatenate([kept.sizes, recomputed.sizes]),
-        order=np.concatenate([order for order, _ in passes]),
-        layers=np.concatenate([layers for _, layers in passes]),
-        backward_from=len(passes[0][0]),
+        order=np.concatenate([forward, backward]),
+        layers=np.concatenate([forward_layers, backward_layers]),
+        backward_from=len(forward),
     )
 
 

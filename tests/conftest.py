@@ -35,6 +35,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Tests start hundreds of processes, and each would compile the package anew, as each worker would these files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Most of what tests make is freed without the collector, which would look at it a hundred times a second.
 gc.set_threshold(20_000, 10, 10)
 
@@ -44,6 +47,7 @@ SHARED = REPOSITORY.parent / "shared"
 FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(FOUND / "extensions"))  # another checkout compiles its own
 VOCABULARY = 256
+THOROUGH = "pytest.mark.thorough"
 _modules = len(sys.modules)  # whose objects the garbage collector no longer looks at
 
 
@@ -87,6 +91,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         for path in FOUND.glob("*/*"):
             if time.time() - path.stat().st_mtime > KEPT_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends without the collections that pytest makes of all that was imported, which take seconds in each worker."""
+    gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Asked for thorough tests alone, leaves files without one out: to import all files takes half a minute."""
+    if not collection_path.name.startswith("test_") or not config.option.markexpr.startswith("thorough and"):
+        return None
+    return None if THOROUGH in collection_path.read_text() else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Holds what `pytest_ignore_collect` takes for granted.
+
+    Raises:
+        UsageError: a file has a thorough test and does not name the mark.
+    """
+    marked = {item.path for item in items if item.get_closest_marker("thorough")}
+    hidden = [str(path) for path in sorted(marked) if THOROUGH not in path.read_text()]
+    if hidden:
+        raise pytest.UsageError(f"{', '.join(hidden)}: mark thorough tests in their own file, by {THOROUGH}")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@
 Each row is a step with the same micro-batch alone and on several GPUs, so what was computed is the same but
 for the update. The clock adds communication in full. Beside that stands what it would say if a gather and a
 reduction went on beside each pass, and only the first gather and the last reduction, or what exceeds a pass,
-took time. Nothing here is fitted: links and GPUs are those of data sheets.
+took time. Links and GPUs are those of data sheets; `range` is that of a plan, for what links may be.
 """
 
 import json

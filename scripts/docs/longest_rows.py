@@ -17,7 +17,7 @@ from sft_play.planning.answers.context import longest_rows
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.report.context import group_of
+from sft_play.reasons.choices import group_of
 from sft_play.sizing.architecture import Architecture
 from sft_play.ui.console import console, quiet_libraries
 

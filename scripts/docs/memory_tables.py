@@ -212,8 +212,10 @@ def evidence_overlap() -> str:
         ways = ("published", "added_in_full", "overlapped")
         more = (f"{row['more_seconds'][way]:+.2f}" for way in ways)
         where = f"{row['gpus']} x {row['gpu']}"
-        rows.append([f"{name} {step}", row["from"], where, f"{row['alone']:.2f}", *more])
-    return table(("step", "from", "GPUs", "alone, s", "published", "added in full", "overlapped"), rows)
+        span = "{:+.2f} to {:+.2f}".format(*row["range"])
+        rows.append([f"{name} {step}", row["from"], where, f"{row['alone']:.2f}", *more, span])
+    head = ("step", "from", "GPUs", "alone, s", "published", "added in full", "overlapped", "range of a plan")
+    return table(head, rows)
 
 
 def evidence_sharded() -> str:

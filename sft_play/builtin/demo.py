@@ -155,7 +155,7 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
     return _build_once(_folder("tiny", rows=[fingerprint(source)[0] for source in sources]), make)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All strings in a row, at any depth."""
     if isinstance(value, str):
         yield value

@@ -105,4 +105,17 @@ LIGER = LayerKernels(
         "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "mixtral", "gemma2", "gemma3_text",
     ),
 )  # fmt: skip
-LAYERS = {row.name: row for row in (LIGER,)}
+LIBRARY = LayerKernels(
+    name="library",
+    code="sft_play.model.library_passes",
+    setting="train.kernels=library",
+    off="train.kernels=auto",
+    gpus=(((0, 0), (99, 0)),),
+    of_gpus="any device",
+    on_cpu=True,
+    label="The passes of transformers",
+    says="library: those of transformers.",
+    serves="norms and rotary embeddings",
+    examples=("llama", "mistral", "qwen2", "qwen3"),
+)
+LAYERS = {row.name: row for row in (LIGER, LIBRARY)}

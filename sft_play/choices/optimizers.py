@@ -49,6 +49,7 @@ class Optimizer:
 
 
 def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
+    """Two moments of the same shape, and a scalar for the step."""
     import torch
 
     moments = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
@@ -56,7 +57,7 @@ def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool
 
 
 def _adafactor_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
-    """A row and a column of the last two dimensions.
+    """Of [..., rows, columns], means over columns, [..., rows], and over rows, [..., columns].
 
     In fp32 for a 16-bit parameter too, since the gradient is cast first.
     """
@@ -71,7 +72,7 @@ def _adafactor_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: 
 
 
 def _schedule_free_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
-    """One moment, and its own weights."""
+    """One moment, and its own weights, of the same shape."""
     import torch
 
     return {name: torch.zeros_like(tensor) for name in ("z", "exp_avg_sq")}

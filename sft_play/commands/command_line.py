@@ -113,7 +113,7 @@ def command(
             flag("--config", where, required=needs_config, type=click.Path())(function)
 
         def parsed(
-            config: str | None = None, overrides: tuple[str, ...] = (), json: bool = False, **flags: Any
+            config: str | None = None, overrides: tuple[str, ...] = (), json: bool = False, **flags: object
         ) -> Arguments:
             return Arguments(name, function, flags, prints, json, config or "", overrides)
 
@@ -130,7 +130,7 @@ def command(
     return add
 
 
-def flag(name: str, help: str, **settings: Any) -> Decorator:
+def flag(name: str, help: str, **settings: object) -> Decorator:
     """A flag of a command, or an argument if its name has no dashes; `settings` are those of click."""
     made: Any = click.option if name.startswith("-") else click.argument
     return made(name, help=help, **settings)

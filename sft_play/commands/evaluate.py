@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def score_rows(
-    model: Any, dataset: "Dataset", pad_id: int, *, batch_size: int, description: str = "scoring"
+    model: torch.nn.Module, dataset: "Dataset", pad_id: int, *, batch_size: int, description: str = "scoring"
 ) -> TokenScore:
     """Loss and token accuracy over all supervised tokens of `dataset`, of a model in eval mode.
 
@@ -101,7 +101,7 @@ def questions(
 
 
 def answer_questions(
-    model: Any,
+    model: torch.nn.Module,
     tokenizer: "PreTrainedTokenizerBase",
     asked: Sequence[Question],
     settings: EvalConfig,
@@ -212,7 +212,7 @@ def _measure(
     rows: "Dataset",
     asked: Sequence[Question],
     name: str,
-    model: Any,
+    model: torch.nn.Module,
 ) -> Measured:
     """Scores a model on all rows, and its answers to the questions."""
     began = time.perf_counter()
@@ -277,7 +277,7 @@ def before_after(
     if not asked:
         return None
 
-    def answer(name: str, model: Any) -> list[Answer]:
+    def answer(name: str, model: torch.nn.Module) -> list[Answer]:
         return answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
 
     before, after = of_each_model(config, finished_weights(config, run), answer).values()

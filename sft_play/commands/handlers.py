@@ -174,7 +174,7 @@ def slurm(
     job = read_job(nodes, gpus, config.output.name, **options)
     if job.processes and not config.train.packing:
         # Raise errors now and not after hours in the queue.
-        groups = job.nodes * job.processes // config.parallel.sequence_ranks
+        groups = config.parallel.divided(job.nodes * job.processes)
         batch_choices(config.train, max(1, groups), None)
     job_id = submit(job, config=args.config, engine=engine, overrides=args.overrides)
     console().print(submission_summary(job_id, job))

@@ -133,7 +133,7 @@ def _load_tasks(options: Options) -> Any:
     return found
 
 
-def _run(harness: Any, tasks: Any, config: RunConfig, options: Options) -> dict[str, Any]:
+def _run(harness: object, tasks: object, config: RunConfig, options: Options) -> dict[str, Any]:
     from lm_eval.evaluator import evaluate
     from transformers import set_seed
 
@@ -242,17 +242,17 @@ def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any, *, chat
                 self.next_batch = pos + self.batch_rows
             return self.batch_rows
 
-        def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+        def _detect_batch_size(self, requests: object = None, pos: int = 0) -> int:
             return max(1, tokens // longest)
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        def loglikelihood(self, requests: object, disable_tqdm: bool = False) -> Any:
             return with_bar("scoring", requests, super().loglikelihood)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             with spinner(f"scoring {counted(len(requests), 'text')}"):
                 return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        def generate_until(self, requests: object, disable_tqdm: bool = False) -> Any:
             self.batch_size_per_gpu = config.eval.rows_answered_together
             return with_bar("answering", requests, super().generate_until)
 

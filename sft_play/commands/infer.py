@@ -206,7 +206,7 @@ ANSWER_KEY, ROW_KEY = "generated", "row"  # keys that are added to each row of t
 PLACEHOLDER: Message = {"role": "assistant", "content": "?"}
 
 
-def _without_last_answer(turns: Any) -> Any:
+def _without_last_answer(turns: object) -> Any:
     """Removes assistant messages from the end of a list of messages; returns other values unchanged."""
     if not isinstance(turns, list):
         return turns

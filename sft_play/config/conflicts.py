@@ -33,11 +33,11 @@ def _not_compiled(mode: str, use_dora: bool, train: TrainConfig, parallel: Paral
         "tuning.lora.use_dora=true": use_dora,
         f"train.kernels={train.kernels}": train.layer_kernels != "own",
         "train.activations=offload": train.activations == "offload",
-        f"train.mlp_tiles={train.mlp_tiles}": train.asks_tiles,
+        train.tiles_setting: train.asks_tiles,
         f"parallel.engine={parallel.engine}": parallel.engine != "auto"
         and not SEVERAL[parallel.engine].compiles_layers,
         f"parallel.offload={parallel.offload}": parallel.offload == "ram",
-        f"parallel.sequence_parallel_size={parallel.sequence_ranks}": parallel.sequence_ranks > 1,
+        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.divides_tokens,
     }
     return next((setting for setting, excluded in settings.items() if excluded), None)
 

@@ -190,7 +190,7 @@ def _merge(base: dict, over: dict) -> dict:
     return merged
 
 
-def _included(value: Any, path: Path) -> list[str]:
+def _included(value: object, path: Path) -> list[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
@@ -251,7 +251,7 @@ def as_override(name: str, value: str = "") -> str | None:
     return setting if setting is None or "=" in setting or not value else f"{setting}={value}"
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: object) -> type[BaseModel] | None:
     """The section in the type of a field: of a section itself, or of a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

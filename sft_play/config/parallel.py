@@ -45,9 +45,18 @@ class ParallelConfig(Section):
         """Processes that are to divide the tokens of a micro-batch; 1 if the plan decides it."""
         return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether processes are to divide the tokens of a micro-batch, whatever the plan."""
+        return self.sequence_ranks > 1
+
+    def divided(self, count: int) -> int:
+        """What a process has of so many tokens, or how many groups so many processes are."""
+        return count // self.sequence_ranks
+
     @field_validator("offload", mode="before")
     @classmethod
-    def _not_to_disk(cls, place: Any) -> Any:
+    def _not_to_disk(cls, place: object) -> Any:
         if place in ("nvme", "disk"):
             raise ValueError(
                 f"{place} is no place for all of it; set offload=ram, and for the optimizer's states "

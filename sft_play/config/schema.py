@@ -41,7 +41,7 @@ class RopeScaling(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_dynamic(cls, given: Any) -> Any:
+    def _not_dynamic(cls, given: object) -> Any:
         if isinstance(given, dict) and given.get("rope_type") == "dynamic":
             raise ValueError(
                 "rope_type=dynamic changes all positions with the longest row of a micro-batch, so that the "
@@ -209,8 +209,8 @@ class RunConfig(Section):
             raise ValueError(problem)
         if problem := not_gathered(self.parallel):
             raise ValueError(problem)
-        if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self.train)):
+        if self.parallel.divides_tokens and (problem := needs_whole_rows(self.train)):
             raise ValueError(
-                f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "
+                f"parallel.sequence_parallel_size={self.parallel.sequence_parallel_size} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"
             )

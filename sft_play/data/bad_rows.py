@@ -18,7 +18,7 @@ def keep(folder: Path, problems: Sequence[str]) -> None:
     """Adds what is wrong with rows to the file, a line each."""
     if problems:
         with (folder / FILE).open("a", encoding="utf-8") as file:
-            file.writelines(f"{problem}\n" for problem in (" ".join(each.split("\n")) for each in problems))
+            file.writelines(" ".join(problem.split("\n")) + "\n" for problem in problems)
 
 
 def require_none(folder: Path, what: str, bad: int, read: int) -> None:

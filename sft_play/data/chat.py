@@ -115,7 +115,7 @@ def render_rows(chat: Chat, conversations: Sequence[Conversation]) -> list[list[
         DataError: a row cannot be rendered; names one.
     """
     found = _advance_together(chat, [_renderings(chat, marked(chat, row)) for row in conversations])
-    return [[_without_marks(row) for row in rows] for rows in found]
+    return [list(map(_without_marks, rows)) for rows in found]
 
 
 def _without_marks(row: RenderedRow) -> RenderedRow:
@@ -331,12 +331,9 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
 def _runs_without_loss(messages: Sequence[Message], turns: list[int]) -> list[tuple[int, int]]:
     """First and last message of each run of messages before or between `turns` that has assistant turns."""
     starts = [0, *(turn + 1 for turn in turns[:-1])]
-    runs = [(start, turn - 1) for start, turn in zip(starts, turns, strict=True)]
-    return [
-        (first, last)
-        for first, last in runs
-        if any(message["role"] == "assistant" for message in messages[first : last + 1])
-    ]
+    roles = [message["role"] for message in messages]
+    runs = zip(starts, turns, strict=True)
+    return [(start, turn - 1) for start, turn in runs if "assistant" in roles[start:turn]]
 
 
 def _end_before(chat: Chat, conversation: Conversation, turn: int, text: str) -> int:

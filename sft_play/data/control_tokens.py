@@ -64,7 +64,7 @@ class ControlTokens:
         messages = tuple({**self._mark(message), "role": message["role"]} for message in row.messages)
         return replace(row, messages=messages, tools=self._mark(row.tools))
 
-    def _mark(self, value: Any) -> Any:
+    def _mark(self, value: object) -> Any:
         if isinstance(value, str):
             return self.pattern.sub(f"{BEGIN}\\g<0>{END}", MARKS.sub("", value))
         if isinstance(value, dict):
@@ -101,7 +101,7 @@ def without_marks(text: str, spans: Sequence[Span]) -> tuple[str, tuple[Span, ..
     return MARKS.sub("", text), moved, spelled
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """All strings in a value of JSON, but for the keys of objects."""
     if isinstance(value, str):
         yield value

@@ -232,11 +232,12 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
 
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
     counts = sum((tally.counts for tally in tallies), Counter[str]())
+    conversations = sum(int(one.mask.sum()) for one in chosen)
     names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts")
     lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return {
-        "conversations": sum(int(one.mask.sum()) for one in chosen),
+        "conversations": conversations,
         **{name: counts[name] for name in names},
         "dropped": {},
         "lengths": dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True)),

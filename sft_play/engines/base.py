@@ -118,7 +118,7 @@ class Engine(Traits):
         """A block in which a process that no launcher has started is the only one of a group."""
         return nullcontext()
 
-    def computing(self, model: Any) -> AbstractContextManager[None]:
+    def computing(self, model: object) -> AbstractContextManager[None]:
         """A block in which a divided model computes although no training wraps it.
 
         Args:
@@ -126,7 +126,7 @@ class Engine(Traits):
         """
         return nullcontext()
 
-    def let_go(self, model: Any) -> None:
+    def let_go(self, model: object) -> None:
         """Undoes what training has made of a model, so that another one can begin.
 
         Args:
@@ -137,7 +137,7 @@ class Engine(Traits):
         """For the backward pass of a loss that is divided by the number of micro-batches already."""
         return {}
 
-    def updated(self, model: Any) -> bool:
+    def updated(self, model: object) -> bool:
         """Whether weights have been updated before the norm of the gradients was known.
 
         Args:
@@ -149,7 +149,7 @@ class Engine(Traits):
         """The files of the optimizer's state in a checkpoint, in the order of the ranks that saved them."""
         return [file for file in [checkpoint / "optimizer.pt"] if file.is_file()]
 
-    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+    def save_state(self, optimizer: object, model: object, checkpoint: Path) -> bool:
         """Writes this process's part of the optimizer's state; all processes call it.
 
         Args:
@@ -184,7 +184,7 @@ class Engine(Traits):
 
         set_whole(optimizer, parameters, state_of)
 
-    def load_weights(self, model: Any, checkpoint: Path) -> bool:
+    def load_weights(self, model: object, checkpoint: Path) -> bool:
         """Sets the trained weights to those of a checkpoint; all processes call it.
 
         Args:
@@ -196,7 +196,7 @@ class Engine(Traits):
         """
         return False
 
-    def go_on_from(self, model: Any, step: int) -> None:
+    def go_on_from(self, model: object, step: int) -> None:
         """Tells the engine how many steps are done, once its state was set.
 
         Args:

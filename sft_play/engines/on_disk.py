@@ -36,7 +36,7 @@ class StatesOnDisk:
         optimizer.register_step_pre_hook(self)
 
     @torch.no_grad()
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """As torch's AdamW makes them, but mapped.
 
         Raises:

@@ -134,7 +134,7 @@ def gathered(value: Tensor) -> Iterator[Tensor]:
         yield value.detach()
 
 
-def save_parts(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
+def save_parts(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], folder: Path) -> None:
     """Writes this process's part of AdamW's state, an empty part too; only the first of several replicas."""
     mesh = optimizer.param_groups[0]["params"][0].device_mesh
     if mesh.ndim > 1 and mesh.get_local_rank(0):
@@ -177,7 +177,7 @@ def read_shards(files: Sequence[Path]) -> StateOf:
     return state_of
 
 
-def set_parts(optimizer: Any, parameters: Mapping[str, DTensor], state_of: StateOf) -> None:
+def set_parts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, DTensor], state_of: StateOf) -> None:
     """Sets this process's part of parameters and of their states, from whole tensors."""
     for name, parameter in parameters.items():
         state = state_of(name)

@@ -67,7 +67,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     return Vocabulary("gpt2", split, *_tokens(tokenizer, tree, size), tuple(pairs))
 
 
-def _split_name(tree: Any) -> str | None:
+def _split_name(tree: dict[str, Any]) -> str | None:
     """The name in llama.cpp of how a byte-level tokenizer splits text."""
     steps = tree["pretokenizers"] if tree and tree["type"] == "Sequence" else [tree]
     if not steps or not steps[-1] or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
@@ -80,7 +80,7 @@ def _split_name(tree: Any) -> str | None:
     return SPLITS.get(steps[0]["pattern"].get("Regex"))
 
 
-def _puts_space_first(tree: Any) -> bool:
+def _puts_space_first(tree: dict[str, Any]) -> bool:
     """Whether a SentencePiece tokenizer puts a space before the text."""
     normalizer, before = tree["normalizer"] or {}, tree["pre_tokenizer"] or {}
     steps = normalizer.get("normalizers", [normalizer])
@@ -89,7 +89,7 @@ def _puts_space_first(tree: Any) -> bool:
 
 
 def _tokens(
-    tokenizer: PreTrainedTokenizerBase, tree: Any, size: int
+    tokenizer: PreTrainedTokenizerBase, tree: dict[str, Any], size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Texts and kinds of all tokens; rows of the embedding that no token has are marked as unused."""
     from gguf import TokenType

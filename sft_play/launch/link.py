@@ -126,7 +126,7 @@ class Link:
         self._wake.set()
         self._thread.join(CLOSE_S + BEAT_S)
 
-    def _publish(self, **values: Any) -> None:
+    def _publish(self, **values: object) -> None:
         self._entry = {**self._entry, **values}
         self._wake.set()
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from typing import Any
 
 import psutil
 
@@ -77,7 +76,7 @@ class Watch:
         """Forwards signals to the ranks within this context; a second Ctrl-C ends everything at once."""
         return handling(SIGNALS, self._on_signal)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.stopped_by == "SIGINT":
             self._kill_all()
             return

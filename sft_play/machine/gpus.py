@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sft_play.errors import ConfigError
@@ -127,7 +128,7 @@ def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
+def _ask(nvml: ModuleType, function: str, *arguments: object) -> Any:
     """The result of an NVML function; None if this driver or GPU does not support it."""
     try:
         return getattr(nvml, function)(*arguments)
@@ -135,7 +136,7 @@ def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
         return None
 
 
-def _mig_instances(nvml: Any, device: Any) -> list[Any]:
+def _mig_instances(nvml: ModuleType, device: object) -> list[Any]:
     mode = _ask(nvml, "nvmlDeviceGetMigMode", device)
     if not mode or not mode[0]:
         return []
@@ -144,7 +145,7 @@ def _mig_instances(nvml: Any, device: Any) -> list[Any]:
     return [instance for instance in instances if instance is not None]
 
 
-def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[tuple[Any, bool]], str]:
+def _visible(nvml: ModuleType, devices: list[Any], setting: str | None) -> tuple[list[tuple[Any, bool]], str]:
     """(device, whether it is a MIG instance) in the order of CUDA, and a note about the other devices."""
     instances = {
         number: found for number, device in enumerate(devices) if (found := _mig_instances(nvml, device))
@@ -183,7 +184,7 @@ def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[t
     return chosen, f"CUDA_VISIBLE_DEVICES={setting} shows {len(chosen)} of {len(devices)} GPUs"
 
 
-def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
+def _gpu(nvml: ModuleType, index: int, handle: object, mig: bool) -> Gpu:
     name = _ask(nvml, "nvmlDeviceGetName", handle) or "unknown NVIDIA GPU"
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     parent = _ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else handle
@@ -206,7 +207,7 @@ def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
     )
 
 
-def _link(nvml: Any, handle: Any) -> str | None:
+def _link(nvml: ModuleType, handle: object) -> str | None:
     """The fastest link to another GPU: "NVLink x 18" or "PCIe 4.0 x 16"."""
     active = sum(_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MAX_NVLINKS))
     if active:
@@ -216,7 +217,7 @@ def _link(nvml: Any, handle: Any) -> str | None:
     return f"PCIe {generation}.0 x {width}" if generation and width else None
 
 
-def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
+def _processes(nvml: ModuleType, handle: object) -> Iterator[GpuProcess]:
     import psutil
 
     seen = set()

@@ -15,12 +15,10 @@ from sft_play.machine.gpus import Gpu, Machine
 # whose driver was changed to let them (github.com/tinygrad/open-gpu-kernel-modules/issues/36). Copies to RAM
 # are taken to be as fast.
 DIRECT = 0.85
-# Through RAM, where all cards write and read at once: 35 of 64 GB/s with four RTX 5090, 28 with eight
-# (github.com/NVIDIA/nccl/issues/1639), and 15 of 32 with two on 8 lanes
-# (wumeicn.com/nvidia-rtx-5090-p2p-support-enabled-by-patched-driver). More than two share the RAM's rate, and
-# the way between two CPUs: about 8 of 64 with eight H100 PCIe (benchmarks/evidence/overlap.json, "Soup"),
-# which is a quarter of 8 lanes.
-THROUGH_RAM, THROUGH_BUSY_RAM = (0.45, 0.55), (0.25, 0.55)
+# Through RAM, where all cards write and read at once: at best 35 of 64 GB/s (four RTX 5090; eight: 28;
+# github.com/NVIDIA/nccl/issues/1639). At worst 18% of 8 lanes: 2.9 GB/s of two RTX 3090 whose FSDP gathered
+# the 13.5 GB of a 7B model twice in 4.6 s (github.com/AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md).
+THROUGH_RAM = (0.18, 0.55)
 # GeForce cards may not read each other's memory over PCIe: 30 (github.com/NVIDIA/nccl/issues/1127), 40
 # (purepc.pl, nvidia-geforce-rtx-4090-amerykanska-firma-potwierdza) and 50
 # (github.com/tinygrad/open-gpu-kernel-modules/issues/29); NCCL goes through RAM.
@@ -80,13 +78,11 @@ def _peer_link(gpu: Gpu, processes: int, what_if: bool) -> LinkRange:
     if gpu.link_gb_s and not gpu.link_is_pcie:
         return LinkRange(1e9 * gpu.link_gb_s, 1e9 * gpu.link_gb_s, "")
     worst, best = _pcie(gpu, what_if)
-    pair = processes <= 2
-    shares = THROUGH_RAM if pair else THROUGH_BUSY_RAM
-    slowest = shares[0] * _rate(worst), f"through RAM over {worst}"
-    fastest = shares[1] * _rate(best), f"through RAM over {best}"
+    slowest = THROUGH_RAM[0] * _rate(worst), f"through RAM over {worst}"
+    fastest = THROUGH_RAM[1] * _rate(best), f"through RAM over {best}"
     if NO_PEERS not in gpu.name:
         fastest = DIRECT * _rate(best), f"over {best}"
-    if gpu.bridge and pair:
+    if gpu.bridge and processes <= 2:  # it joins two
         fastest = 1e9 * (link_speed(gpu.bridge, gpu.compute_capability) or 0.0), "with an NVLink bridge"
     return LinkRange(slowest[0], fastest[0], _either(fastest[1], slowest[1]))
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sft_play.start import part
-from sft_play.upstream.torch import compiled_when_called
+from sft_play.upstream.bitsandbytes import compiled_when_called
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
@@ -60,7 +60,7 @@ def ended_by_signals() -> Iterator[None]:
     """
     owner = os.getpid()
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: object) -> None:
         if os.getpid() != owner:  # a worker that was forked meanwhile ends as if this was not here
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -91,7 +91,6 @@ def importing_libraries() -> Iterator[None]:
     """The same, for imports: they live as long as the process, so they are never looked at again.
 
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
-    What they compile, they do when it is needed.
     """
     known = len(sys.modules)
     with collector_off(), part("imports"), compiled_when_called():

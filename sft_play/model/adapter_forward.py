@@ -29,7 +29,7 @@ def replace_forwards(model: PeftModel, *, autocast: bool) -> None:
                 module.forward = MethodType(_forward, module)
 
 
-def _forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(module: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """The output of base layer and adapter, [batch, tokens, out], for x of [batch, tokens, in]."""
     names, base = module.active_adapters, module.get_base_layer()
     plain = not (args or kwargs or module.disable_adapters or module.merged or base.weight.requires_grad)
@@ -95,7 +95,7 @@ class AddedInPlace(LoraVariant):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_: Any
+        module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_: object
     ) -> torch.Tensor:
         """The output of base layer and adapter, in place of the base layer's `result`, [batch, tokens, out].
 

@@ -237,7 +237,7 @@ def require_fitting(empty: PreTrainedModel, folder: Path) -> None:
         raise _unfit(folder, "; ".join(said))
 
 
-def _require_rows(empty: PreTrainedModel, config: Any, folder: Path) -> None:
+def _require_rows(empty: PreTrainedModel, config: object, folder: Path) -> None:
     trained = getattr(config, "trainable_token_indices", None) or {}
     last = max((max(rows) for rows in trained.values()), default=-1)
     embedding: Any = empty.get_input_embeddings()

@@ -114,7 +114,7 @@ def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
         raise _wrong(name, f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
 
 
-def setting(text: "PretrainedConfig", name: str, default: Any = None) -> Any:
+def setting(text: "PretrainedConfig", name: str, default: object = None) -> Any:
     """A setting of the text part; the default if it has none, or one per layer (Gemma 4's head_dim)."""
     try:
         return getattr(text, name, default)
@@ -133,7 +133,7 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def empty_model(config: "PretrainedConfig", **settings: Any) -> "PreTrainedModel":
+def empty_model(config: "PretrainedConfig", **settings: object) -> "PreTrainedModel":
     """The model of an architecture without weights, on the meta device, with settings of `from_config`."""
     with without_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)

@@ -171,7 +171,7 @@ def varlen_sdpa(
     sequence_lengths: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
     sequence_group: Any = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
 
@@ -216,7 +216,10 @@ def _attend_sequences(
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention within each of the joined sequences, or of the rows; arguments as of `varlen_sdpa`."""
+    """Attention within each of the joined sequences, or of the rows; arguments as of `varlen_sdpa`.
+
+    The result is [batch, tokens, heads, head_dim].
+    """
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
     attend = _attend if sinks is None else functools.partial(_attend_with_sinks, sinks=sinks)
     if lengths is None:

@@ -174,8 +174,8 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         checks_files=local_rank == 0,
         as_stored=shards and can_be_cast_later(config, plan.precision.dtype),
     )
-    if config.train.layer_kernels != "own":
-        layer_forward.replace_forwards(model, config.train.layer_kernels)
+    if plan.kernels != "own":
+        layer_forward.replace_forwards(model, plan.kernels)
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
     if config.tuning.mode == "full":

@@ -41,7 +41,7 @@ def padded_micro_batches(rows: "Dataset", pad_id: int) -> Collator:
 
 
 def _flat_tensor(column: Any) -> torch.Tensor:
-    """All values of an Arrow column of lists, one after the other."""
+    """All values of an Arrow column of lists, one after the other: [values]."""
     return torch.from_numpy(column.combine_chunks().flatten().to_numpy().astype(np.int64))
 
 

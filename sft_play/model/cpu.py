@@ -99,7 +99,7 @@ class TiledLogProbs(torch.autograd.Function):
         return log_probs, None, None, None, ranks_first
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: object) -> tuple[torch.Tensor | None, ...]:
         """The gradients of `forward` times the gradient of the log-probabilities, [tokens]."""
         hidden_grad, *head_grads = ctx.saved_tensors
         if grad is None:

@@ -43,7 +43,7 @@ def convert_layers(model: Any) -> None:
             linear.forward = MethodType(_forward, linear)
 
 
-def _forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward(linear: object, x: torch.Tensor) -> torch.Tensor:
     """As the linear layer of float8 or, without gradients, as any; x and the result are [..., features]."""
     import torch
 

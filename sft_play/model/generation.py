@@ -142,7 +142,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
-    **options: Any,
+    **options: object,
 ) -> list[list[int]]:
     """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
 

@@ -148,7 +148,7 @@ class InputsInRam:
         # What a pass leaves in RAM belongs to its graph: with that it is gone, whatever ended the pass.
         self._last: weakref.ref[LayerInputs] | None = None
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint(self, function: Callable[..., Any], *args: object) -> Any:
         """What the function returns; its tensors, of any shape, are in RAM until it is called again."""
         inputs = LayerInputs(self._last() if self._last else None)
         self._last = weakref.ref(inputs)

@@ -61,7 +61,7 @@ def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
     return count
 
 
-def replace_forward(module: torch.nn.Module, forward: Any) -> None:
+def replace_forward(module: torch.nn.Module, forward: object) -> None:
     """Lets a module compute by another function of its arguments."""
     setattr(module, _place_of_forward(module), forward)
 
@@ -98,7 +98,7 @@ def _rotates_as_llama(forward: FunctionType) -> bool:
     )
 
 
-def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
+def _with_rotation(forward: FunctionType, rotate: object) -> FunctionType:
     """The same function with another `apply_rotary_pos_emb`; others that call that one are not touched."""
     names = forward.__globals__ | {"apply_rotary_pos_emb": rotate}
     code = forward.__code__.replace()  # what it is compiled to is kept with it, and has these names
@@ -107,7 +107,7 @@ def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
     return copy
 
 
-def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def norm_forward(module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """As in Llama; `hidden_states` and the result are [..., hidden_size]."""
     return RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 

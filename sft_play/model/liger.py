@@ -85,7 +85,7 @@ def offset_norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     return norm(x, module.weight, module.eps, 1.0)
 
 
-def forward_for(module: Any) -> Callable[..., torch.Tensor] | None:
+def forward_for(module: torch.nn.Module) -> Callable[..., torch.Tensor] | None:
     """What to put in the place of the forward pass of a gated layer, or of a norm as in Gemma; else None."""
     from torch.nn import SiLU
     from transformers.activations import GELUTanh, SiLUActivation
@@ -104,7 +104,7 @@ def forward_for(module: Any) -> Callable[..., torch.Tensor] | None:
     return geglu_forward if isinstance(module.act_fn, GELUTanh) else None
 
 
-def _same(kind: Any, known: Any, *names: str) -> bool:
+def _same(kind: object, known: object, *names: str) -> bool:
     """Whether functions of a class, by their names, have the code of those of a known one."""
     return all(same_code(getattr(kind, name, None), getattr(known, name)) for name in names)
 
@@ -146,7 +146,7 @@ class FakeRotation(torch.autograd.Function):
         return _in_place(q), _in_place(k)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """As forward, for the gradients."""
         return _in_place(grads[0]), _in_place(grads[1]), None, None
 

@@ -195,7 +195,7 @@ def scaled_config(model: ModelConfig) -> dict[str, "PretrainedConfig"]:
     return {"config": load_model_config(without_new_tokens(model))} if model.rope_scaling else {}
 
 
-def empty_base(model: ModelConfig, **settings: Any) -> "PreTrainedModel":
+def empty_base(model: ModelConfig, **settings: object) -> "PreTrainedModel":
     """The base on the meta device, in which an adapter can be tried before weights are loaded.
 
     Its config.json is enough; the settings are further ones of `from_config`.

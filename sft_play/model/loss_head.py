@@ -32,7 +32,7 @@ def add_loss_head(model: Any) -> None:
 
 
 def token_loss(
-    model: Any, batch: dict[str, Any], tokens: Any = None, *, router_weight: float = 0.0
+    model: torch.nn.Module, batch: dict[str, Any], tokens: object = None, *, router_weight: float = 0.0
 ) -> torch.Tensor:
     """The sum of the `losses`, a scalar; `router_weight` is that of the loss that balances experts."""
     loss, balance = losses(model, batch, tokens)
@@ -64,7 +64,7 @@ class LogProbs:
     """`TiledLogProbs` on a CPU, TRL's kernel on a GPU."""
 
     @staticmethod
-    def apply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
+    def apply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: object) -> Any:
         """Arguments and results as those of `TiledLogProbs`: hidden [tokens, hidden_size], and so on."""
         from trl.kernels import ChunkedLogProbFunction
 

@@ -127,7 +127,7 @@ def trained_rows(model: "PreTrainedModel", ids: Sequence[int]) -> dict[str, list
     return {name_of(model, layer): list(ids) for layer in layers}
 
 
-def name_of(model: torch.nn.Module, layer: Any) -> str:
+def name_of(model: torch.nn.Module, layer: torch.nn.Module) -> str:
     """The name of a module of the model."""
     return next(name for name, module in model.named_modules() if module is layer)
 

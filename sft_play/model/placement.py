@@ -114,7 +114,7 @@ def places_for_adapter(base: PreTrainedModel) -> dict[str, Any]:
     return {"device_map": {f"base_model.model.{name}": device for name, device in places.items()}}
 
 
-def compute_head_in_ram(model: Any) -> None:
+def compute_head_in_ram(model: PreTrainedModel) -> None:
     """Lets an output head whose weights stay in RAM compute there: its weights are asked for from outside."""
     head = model.get_output_embeddings()
     if head.weight.is_meta:

@@ -90,7 +90,7 @@ class _AllToAll(torch.autograd.Function):
     """Sends element i of [ranks, ...] to rank i, and puts what rank i sent in its place."""
 
     @staticmethod
-    def forward(ctx: Any, sent: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, sent: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         received = torch.empty_like(sent)
         distributed.all_to_all_single(received, sent, group=group)
@@ -101,7 +101,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
 
 
-def tokens_for_heads(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def tokens_for_heads(tensor: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
     """[1, heads, own tokens, head_dim] of each rank -> [1, own heads, tokens, head_dim]."""
     ranks, (_, heads, own, size) = group.size(), tensor.shape
     sent = tensor[0].transpose(0, 1).reshape(own, ranks, heads // ranks, size).transpose(0, 1)
@@ -109,7 +109,7 @@ def tokens_for_heads(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return received.reshape(1, ranks * own, heads // ranks, size).transpose(1, 2)
 
 
-def heads_for_tokens(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def heads_for_tokens(tensor: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
     """[1, tokens, own heads, head_dim] of each rank -> [1, own tokens, heads, head_dim]."""
     ranks, (_, tokens, heads, size) = group.size(), tensor.shape
     sent = tensor.reshape(ranks, tokens // ranks, heads, size)

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -79,7 +79,7 @@ def fused_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
                     yield f"{path}.{name}", parameter
 
 
-def _is_linear(module: Any) -> bool:
+def _is_linear(module: torch.nn.Module) -> bool:
     """Whether a layer maps [..., in] to [..., out]; some that look like it also choose, or work in groups."""
     if isinstance(module, Conv1D) or type(module).forward is torch.nn.Linear.forward:
         return True

@@ -54,9 +54,9 @@ def _linear_layers(module: torch.nn.Module) -> int:
     for child in module.children():
         if isinstance(child, (torch.nn.Linear, Conv1D)) or hasattr(child, "base_layer"):
             count += 1
-        elif any(True for _ in child.parameters()) or any(True for _ in child.buffers()):
+        elif [*child.parameters(), *child.buffers()]:
             return 0
-    return 0 if any(True for _ in module.parameters(recurse=False)) else count
+    return 0 if [*module.parameters(recurse=False)] else count
 
 
 def _in_tiles(forward: Forward, tile_tokens: int, x: torch.Tensor) -> torch.Tensor:

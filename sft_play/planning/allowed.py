@@ -7,7 +7,7 @@ from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.plan import Device, Estimator, Memory, Plan
+from sft_play.plan import PROBED, Device, Estimator, Memory, Plan
 from sft_play.planning.candidates.compiled import require_compilable, require_compiler
 from sft_play.planning.candidates.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.candidates.sequence import require_divisible, why_padded
@@ -15,6 +15,7 @@ from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import profile_of
+from sft_play.planning.speed.timed_kernels import fastest_of, kernels_path, read_verdicts
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
@@ -68,7 +69,19 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
-    return drafts, [*packed, *([padded] if padded else [])]
+    return _with_timed_kernels(request, drafts), [*packed, *([padded] if padded else [])]
+
+
+def _with_timed_kernels(request: Request, drafts: list[Plan]) -> list[Plan]:
+    """The drafts with the kernels that won when they were timed for such a run, if none are asked for."""
+    config, device = request.config, request.device
+    if request.machine.what_if or config.train.kernels != "auto" or config.train.compile:
+        return drafts
+    path = kernels_path(request.architecture.text, device.name, config, drafts[0])
+    row = LAYERS.get(fastest_of(read_verdicts(path)) or "")
+    if row is None or not (row.runs_on(device.kind, device.compute_capability) and row.is_installed()):
+        return drafts
+    return [replace(draft, kernels=row.name, kernels_origin=PROBED) for draft in drafts]
 
 
 def _require_kernels(request: Request) -> None:
@@ -88,7 +101,7 @@ def _attention(request: Request) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
     dtype, autocast = choose_precision(config, device)
     about = (asked, kind, capability, AUTOCAST.get(autocast.precision, dtype))
-    if config.parallel.sequence_ranks > 1 and asked == "auto":  # no package exchanges heads
+    if config.parallel.divides_tokens and asked == "auto":  # no package exchanges heads
         about = (asked, "cpu", None, dtype)
     if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
         return questions.attention(architecture.config, *about)

@@ -1,6 +1,7 @@
 """What a plan says of itself beside the reasons of the search: precision, kernels, methods, earlier runs."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from sft_play.choices.kernels import LAYERS, within
 from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
@@ -95,18 +96,18 @@ def layer_kernels(
     config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
 ) -> list[Reason]:
     """Other kernels, and why they are off, where a GPU could run them; another step is traced for each."""
-    asked = config.train.kernels
     found: list[Reason] = []
     for name, row in LAYERS.items() if plan.device == "cuda" else ():
-        if asked not in ("auto", name) or not row.runs_on(plan.device, plan.compute_capability):
+        used, could = name == plan.kernels, config.train.kernels == "auto" and bool(row.packages)
+        if not (used or could) or not row.runs_on(plan.device, plan.compute_capability):
             continue
         if not (modules := architecture.modules.served[name]):  # nobody asked for them
             continue
         own, others = (
-            estimate(config.changed({"train.kernels": kernels}), plan).peak_bytes for kernels in ("own", name)
+            estimate(config, replace(plan, kernels=kernels)).peak_bytes for kernels in ("own", name)
         )
-        if asked == name or others < own:
-            found.append(LayerKernels(name, asked == name, modules, own - others))
+        if used or others < own:
+            found.append(LayerKernels(name, used, modules, own - others))
     return found
 
 

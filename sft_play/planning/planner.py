@@ -161,10 +161,7 @@ def sizes_of_groups(request: Request) -> list[int]:
 
 def groups_may_help(request: Request) -> bool:
     """Whether whole rows would fit if nothing grew with their tokens; if not, groups need not be traced."""
-    return any(
-        memory.process_bytes - sum(memory.terms.get(term, 0) for term in BY_TOKENS) < memory.budget_bytes
-        for memory in leanest_memories(request)
-    )
+    return any(memory.fits_without(BY_TOKENS) for memory in leanest_memories(request))
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

@@ -81,7 +81,7 @@ class Request:
 
     def with_batch_for(self, processes: int) -> "Request":
         """The request with an effective batch of a row or more for each of so many processes, or groups."""
-        train, count = self.config.train, processes // self.config.parallel.sequence_ranks
+        train, count = self.config.train, self.config.parallel.divided(processes)
         batch = batch_for(train, count, self.facts.longest_row if train.packing else 1)
         return self if batch is None else self.changed({"train.effective_batch_size": batch})
 

@@ -1,7 +1,8 @@
 """Why the batch, the engine and what is kept in memory are as they are."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.parts import SAID
 from sft_play.plan import HostMemory, Plan
@@ -31,6 +32,11 @@ def ranks_text(processes: int, sequence_ranks: int) -> str:
     if sequence_ranks == 1:
         return counted(processes, "process")
     return f"{counted(processes // sequence_ranks, 'group')} of {counted(sequence_ranks, 'process')}"
+
+
+def group_of(values: Mapping[str, Any]) -> int:
+    """How many processes divide the tokens of a micro-batch, by the JSON of a plan or of a run."""
+    return values.get("sequence_ranks") or 1  # an older run, or a plan that was refused, says nothing of it
 
 
 class Dealing(Reason):
@@ -159,8 +165,8 @@ class Tiles(Reason):
 
     def __str__(self) -> str:
         return (
-            f"MLPs in {self.tiles} tiles of {self.tokens:,} tokens, {CAUSES[self.cause]}: of what is between "
-            "their layers a tile exists at a time, and is computed once more"
+            f"MLPs in {self.tiles} tiles of {self.tokens:,} tokens, {CAUSES[self.cause]}: one tile of "
+            "intermediates is held at a time, and recomputed in the backward pass"
         )
 
 
@@ -199,7 +205,7 @@ class WeightsAlone(Reason):
 
     engines: str  # labels
     held_bytes: int  # by the one that holds least
-    text = "out of reach: {engines}, since a process holds at least {held_bytes} of weights"
+    text = "{engines} ruled out: the weights alone need at least {held_bytes} per process"
 
 
 class GatheredWeights(Reason):

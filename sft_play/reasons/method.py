@@ -226,10 +226,11 @@ class LayerKernels(Reason):
     saved_bytes: int  # of a process: what they take less than ours, with the same micro-batch
 
     def __str__(self) -> str:
-        saved, row = format_bytes(self.saved_bytes), LAYERS[self.kernels]
+        saved, row = format_bytes(abs(self.saved_bytes)), LAYERS[self.kernels]
         if not self.on:
             return (
-                f"{row.label} are off, since no proof on a GPU has seen them win yet; {row.setting} takes "
-                f"{saved} less at the same micro-batch"
+                f"{row.label} are off until a run of enough steps has timed them on this GPU; {row.setting} "
+                f"takes {saved} less at the same micro-batch"
             )
-        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} less than ours"
+        more = "less" if self.saved_bytes >= 0 else "more"
+        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} {more} than ours"

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.config.resolved import Setting
+from sft_play.config.train import TrainConfig
+from sft_play.parts import Activations, flat
 from sft_play.report.card import public_name
 from sft_play.report.html import Block, Text
 from sft_play.report.plan import candidates, candidates_table, engine_label, way_of
@@ -24,12 +26,12 @@ CHOICES = {
     "model.max_seq_len": "max_seq_len",
     "train.padding_free": "padding_free",
     "train.gradient_checkpointing": "gradient_checkpointing",
-    "train.activations": "activations",
-    "train.mlp_tiles": "mlp_tiles",
+    **{f"train.{name}": name for name in flat(Activations()) if name in TrainConfig.model_fields},
     "train.mixed_precision": "mixed_precision",
     "model.dtype": "dtype",
     "model.attention": "attention",
     "train.learning_rate": "learning_rate",
+    "train.kernels": "kernels",
     "parallel.engine": "engine",
 }
 
@@ -91,7 +93,8 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         value = engine_label(plan) if key == "engine" else _text(entry)
         value = way_of(plan) if key == "activations" else value
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
-        origin = "planner" if asked is None or by_planner else _origin(asked)
+        by = (key == "kernels" and plan.get("kernels_origin")) or "planner"
+        origin = by if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))
     yield Table(("setting", "asked", "chosen", "origin"), rows, "The plan", left=range(4))

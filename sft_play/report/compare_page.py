@@ -89,8 +89,11 @@ def _scaling(runs: Sequence[RunRecord]) -> list[Block]:
         world, speed = run.summary.get("world_size"), run.summary.get("tokens_per_second")
         if isinstance(world, int) and isinstance(speed, float) and world and speed:
             alike.setdefault(_work(run), []).append((world, speed, run.name))
-    groups = [sorted(group) for group in alike.values() if len({world for world, _, _ in group}) > 1]
-    return [block for group in groups for block in _speed_ups(group)]
+    blocks: list[Block] = []
+    for group in alike.values():
+        if len({world for world, _, _ in group}) > 1:
+            blocks += _speed_ups(sorted(group))
+    return blocks
 
 
 def _work(run: RunRecord) -> tuple[str, ...]:

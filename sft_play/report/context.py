@@ -8,6 +8,8 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
+from sft_play.parts import Activations, recomputed_words
+from sft_play.reasons.choices import group_of
 from sft_play.report.layout import bullets
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import formatted
@@ -40,11 +42,6 @@ def method_of(row: Mapping[str, Any]) -> str:
     return name if row["offload"] == "none" else f"{name}, {row['offload'].upper()}"
 
 
-def group_of(row: Mapping[str, Any]) -> int:
-    """How many processes divide the tokens of a row; 1 if none do."""
-    return row.get("sequence_ranks") or 1  # a row that was refused says nothing of it
-
-
 def _cells(row: Mapping[str, Any], asked: int | None, *, divided: bool) -> list[str]:
     longest = row["longest"]
     cells = [method_of(row), str(row["processes"]), *([str(group_of(row))] if divided else [])]
@@ -62,11 +59,9 @@ def _cells(row: Mapping[str, Any], asked: int | None, *, divided: bool) -> list[
 def _notes(tree: Mapping[str, Any]) -> list[str]:
     rows, asked = tree["rows"], tree["asked"]
     length = "the longest row" if asked == "max" else f"rows of {asked:,} tokens"
-    offloaded = ", from inputs in RAM" if any(row.get("activations") == "offload" for row in rows) else ""
-    tiles = max((row.get("mlp_tiles", 1) for row in rows), default=1)
-    tiled = f", MLPs in {tiles} tiles" if tiles > 1 else ""
+    recomputed = recomputed_words(map(Activations.of_json, rows))
     found = [
-        f"one row in a micro-batch, loss on every token, activations recomputed{offloaded}{tiled}; speed and "
+        f"one row in a micro-batch, loss on every token, activations {recomputed}; speed and "
         f"memory of a {_unit(tree)} at {length}, predicted"
     ]
     if any(group_of(row) > 1 for row in rows):

@@ -1,6 +1,6 @@
 """Console report of a plan: what was chosen and why, its memory, and the alternatives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -9,6 +9,7 @@ from rich.text import Text
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
 from sft_play.parts import Activations
+from sft_play.reasons.choices import group_of
 from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
@@ -71,11 +72,16 @@ def how_compared(plan: Mapping[str, Any]) -> list[str]:
 def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     """The candidates, with bars of their speed and peak."""
     rows = candidates(tree, SHOWN)
-    speeds, peaks = [_speed(row) for row in rows], [_needed(row) for row in rows]
-    fastest, largest = max(speeds) or 1, max(peaks)
-    bars = {2: [speed / fastest for speed in speeds], 3: [peak / largest for peak in peaks]}
+    bars = {2: _shares(map(_speed, rows)), 3: _shares(map(_needed, rows))}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
     return Group(table, *(Words(Text(said, style="dim")) for said in how_compared(tree["plan"])))
+
+
+def _shares(values: Iterable[float]) -> list[float]:
+    """Each relative to the largest one."""
+    found = list(values)
+    largest = max(found) or 1
+    return [value / largest for value in found]
 
 
 def _speed(row: Mapping[str, Any]) -> float:
@@ -226,7 +232,7 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     marks = "".join(f", {one.mark}: {one.label}" for one in ENGINES if one.mark and one.name in used)
     of = f", of 1, 2, 4 ... 512 on machines of eight{marks}" if tree["gpus"] is None else ""
     counts = f"n x mb: GPUs{of}, and the micro-batch of each in the fastest plan."
-    if any(plan["sequence_ranks"] > 1 for plan in plans):
+    if any(group_of(plan) > 1 for plan in plans):
         counts += " 1/4: four GPUs divide the tokens of one (sequence parallelism)."
     batches = {plan["effective_batch_size"] for plan in plans}
     grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
@@ -249,7 +255,7 @@ def _card_cells(plan: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, .
     speed = formatted(
         plan["tokens_per_second"], lambda found: f"{found:,.0f}" if found < 1e5 else format_count(found)
     )
-    group = f"/{plan['sequence_ranks']}" if plan["sequence_ranks"] > 1 else ""
+    group = f"/{group_of(plan)}" if group_of(plan) > 1 else ""
     cells = {
         "n x mb": f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}",
         "tok/s": speed,

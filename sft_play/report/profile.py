@@ -27,11 +27,9 @@ def _product_table(products: Mapping[str, Mapping[str, Sequence[float]]]) -> Tab
 
 def _curve_tables(tree: Mapping[str, Any]) -> list[Table]:
     """Attention by tokens, element-wise operations by bytes."""
-    attention = [
-        (name, *(f"{1e9 * seconds:,.2f}" for seconds in tree[key]["seconds"]))
-        for name, key in (("forward", "attention"), ("backward", "attention_backward"))
-    ]
-    moving = []
+    attention, moving = [], []
+    for name, key in (("forward", "attention"), ("backward", "attention_backward")):
+        attention.append((name, *(f"{1e9 * seconds:,.2f}" for seconds in tree[key]["seconds"])))
     for name, key in (("simple", "elementwise"), ("exp and similar", "transcendental")):
         curve = tree[key]
         rates = (size / s / 1e9 for size, s in zip(curve["sizes"], curve["seconds"], strict=True))

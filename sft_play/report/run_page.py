@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.methods import METHODS
-from sft_play.reasons.choices import ranks_text
+from sft_play.reasons.choices import group_of, ranks_text
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blocks, machine_line, shown
 from sft_play.report.curves import curve_figures, step_figure
@@ -49,8 +49,8 @@ def run_page(run: RunRecord) -> Page:
         ("speed", "Speed", _speed),
         ("scaling", "Scaling", scaling_blocks),
         ("data", "Data", _data),
-        ("chosen", "What was chosen, and why", chosen_blocks),
-        ("asked", "What was asked", asked_blocks),
+        ("chosen", "Plan", chosen_blocks),
+        ("asked", "Settings", asked_blocks),
         ("environment", "Environment", environment_blocks),
     ]
     return replace(run_heading(run), sections=[_section(run, *part) for part in parts])
@@ -165,7 +165,7 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
     summary, plan = run.summary, run.chosen
     predicted, measured, origin, _ = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
-    if (ranks := plan.get("sequence_ranks") or 1) > 1 and batch[-1]:
+    if (ranks := group_of(plan)) > 1 and batch[-1]:
         batch[-1] = ranks_text(batch[-1], ranks)
     found = [
         KeyNumber("status", status_word(run)),

@@ -54,7 +54,7 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
             needed, context = (
                 format_bytes(size) for size in (memory["process_bytes"], memory["terms"]["context"])
             )
-            besides = f"{context} of context, and what the allocator holds besides"
+            besides = f"{context} of context, and allocator overhead"
             caption += f" It needs {needed}: these tensors, {besides}."
         legend.append(Legend("budget", level=True))
     svg = memory_bars(f"Memory by phase, {said}{' and measured' if measured else ''}", phases, budget)

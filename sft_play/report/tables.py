@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.plan import EARLIER, PROBED
-from sft_play.reasons.choices import ranks_text
+from sft_play.reasons.choices import group_of, ranks_text
 from sft_play.report.layout import apart, ending
 from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
@@ -82,10 +82,9 @@ def perplexity(loss: float) -> float:
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """The result of `make eval`: the metrics of each model, and the rows that they were computed on."""
     models = result["models"]
-    rows = [
-        (label, *(formatted(scores.get(key), form) for scores in models.values()))
-        for key, (label, form) in (METRICS | AMOUNTS).items()
-    ]
+    rows = []
+    for key, (label, form) in (METRICS | AMOUNTS).items():
+        rows.append((label, *(formatted(scores.get(key), form) for scores in models.values())))
     table = on_screen(Table(("metric", *models), rows))
     tokens = format_count(result["supervised_tokens"])
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
@@ -143,11 +142,11 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
     micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
     unit = "tokens" if summary.get("packing") else "sequences"
-    ranks = summary.get("sequence_ranks") or 1  # an older run says nothing about them
-    processes = formatted(summary.get("world_size"), lambda count: ranks_text(count, ranks))
+    processes = formatted(summary.get("world_size"), lambda count: ranks_text(count, group_of(summary)))
     steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
     tokens = formatted(summary.get("supervised_tokens"), format_count)
     memory = memory_facts(summary, "memory", "reserved", "process")
+    weights = weights_step(summary)
     return [
         ("plan", f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"),
         ("trained on", f"{steps}, {tokens} supervised tokens"),
@@ -156,7 +155,7 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
-        *(("weights of", text) for text in [weights_step(summary)] if text),
+        *([("weights of", weights)] if weights else []),
         *saved_type(summary),
     ]
 

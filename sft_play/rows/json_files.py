@@ -78,7 +78,7 @@ def _decoder(notes: Counter[str]) -> json.JSONDecoder:
     return decoder(lambda name: as_null(name, notes))
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {kind_of(value)}")
     return value

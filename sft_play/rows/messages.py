@@ -26,7 +26,7 @@ def alternating(*texts: str) -> tuple[Message, ...]:
     return tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=False))
 
 
-def found_text(value: Any) -> str:
+def found_text(value: object) -> str:
     """What a value is, in a few words for a message."""
     if value is None:
         return "missing or null"
@@ -46,7 +46,7 @@ class InvalidRow(Exception):
     """What is wrong with a row; who reads it puts file and line in front of it."""
 
 
-def invalid(key: str, value: Any, allowed: str) -> InvalidRow:
+def invalid(key: str, value: object, allowed: str) -> InvalidRow:
     """The error that a key has another value than is allowed."""
     return InvalidRow(f"{key} is {found_text(value)}; expected {allowed}")
 
@@ -62,7 +62,7 @@ def require_text_only(data: dict[str, Any], prefix: str = "") -> None:
         )
 
 
-def checked_text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
+def checked_text(value: object, key: str, *, may_be_blank: bool = False) -> str:
     """The value, if it is a text that can be written; else InvalidRow."""
     if not isinstance(value, str) or not (may_be_blank or value.strip()):
         raise invalid(key, value, "a string" if may_be_blank else "a non-blank string")
@@ -76,7 +76,7 @@ def checked_text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
     return value
 
 
-def content_of(value: Any, key: str, *, may_be_blank: bool) -> str:
+def content_of(value: object, key: str, *, may_be_blank: bool) -> str:
     """A string, or a list of {"type": "text", "text": ...} parts, which are concatenated.
 
     LLaMA-Factory writes "value" in place of "text".
@@ -96,12 +96,12 @@ def content_of(value: Any, key: str, *, may_be_blank: bool) -> str:
     return checked_text("".join(parts), key, may_be_blank=may_be_blank)
 
 
-def as_json_text(value: Any) -> str:
+def as_json_text(value: object) -> str:
     """A value as a JSON text, as templates write it."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def json_if_text(value: Any, key: str) -> Any:
+def json_if_text(value: object, key: str) -> Any:
     """What a text of JSON holds, or the value itself if it is no text; InvalidRow if it is no JSON."""
     if not isinstance(value, str):
         return value
@@ -159,7 +159,7 @@ def _is_trained(value: dict[str, Any], key: str, role: str) -> bool:
     return all(flags.values())
 
 
-def _message(value: Any, key: str) -> Message:
+def _message(value: object, key: str) -> Message:
     """One message, with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     if not isinstance(value, dict):
         raise invalid(key, value, 'an object such as {"role": "user", "content": "..."}')
@@ -197,7 +197,7 @@ def _message(value: Any, key: str) -> Message:
     return message if _is_trained(value, key, role) else {**message, "train": False}
 
 
-def messages_of(value: Any, key: str) -> list[Message]:
+def messages_of(value: object, key: str) -> list[Message]:
     """The messages of a list, each with a role and a content; InvalidRow names the one that is wrong."""
     if not isinstance(value, list) or not value:
         raise invalid(key, value, "a list of messages")

@@ -27,14 +27,14 @@ def decoder(constant: Callable[[str], None]) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=constant)
 
 
-def require_shallow(value: Any, text: str) -> Any:
+def require_shallow(value: object, text: str) -> Any:
     """The value of a JSON `text`; raises a ValueError if it is nested more than MAX_DEPTH levels deep."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     return value
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """The value without keys that are null, at any depth.
 
     Columns of files such as Parquet give an object all keys that it has in any row, so there a null cannot be
@@ -47,7 +47,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def _is_deep(value: object) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

@@ -172,7 +172,7 @@ def _parsed(value: Any, kind: Any) -> Any:
     return value
 
 
-def as_json(value: Any, notes: Counter[str]) -> Any:
+def as_json(value: object, notes: Counter[str]) -> Any:
     """A value of a column as a row of JSON would have it.
 
     Keys that are null are left out (see `without_nulls`), NaN is null, and dates and decimals are text.

@@ -63,5 +63,5 @@ def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[st
     return found
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)

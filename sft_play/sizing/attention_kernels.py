@@ -69,7 +69,10 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _result(like: torch.Tensor, width: int) -> torch.Tensor:
-    """A result of the shape of an input, but for the size of its heads; tokens lie in front of heads."""
+    """A result like an input, [batch, heads, tokens, width] with tokens in front of heads in memory.
+
+    Or [tokens, heads, width], as the input.
+    """
     if like.dim() == 3:
         return like.new_empty((*like.shape[:2], width))
     batch, heads, tokens, _ = like.shape
@@ -161,7 +164,7 @@ def varlen_attention(spec: StepSpec) -> Callable:
     kernel = ATTENTIONS[spec.attention].joined
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **options: object
     ) -> torch.Tensor:
         call = _call_of(query, key, spec.compute_capability, **lengths)
         return FusedAttention.apply(query, key, value, None, kernel, call)

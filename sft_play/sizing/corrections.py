@@ -85,10 +85,10 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
     """
     rows = replace(plan.rows, most_tokens=0, most_supervised=0)
     parts = [flat(each) for each in (plan.sharing, rows, plan.activations.kind, plan.precision)]
-    kind = parts, plan.attention, plan.device, plan.compute_capability
+    kind = parts, plan.attention, plan.device, plan.compute_capability, plan.kernels, plan.compile
     tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
     train = config.train
-    settings = tuning, tokens, train.optimizer, config.eval.batch_size, train.compile, train.float8
+    settings = tuning, tokens, train.optimizer, config.eval.batch_size, train.float8
     return entry("probes", architecture, device, settings, kind, step_code())
 
 

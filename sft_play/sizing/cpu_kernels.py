@@ -27,7 +27,7 @@ MIXING = frozenset(
 QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 
 
-def cast_operands(func: Any, *args: Any) -> list[torch.Tensor]:
+def cast_operands(func: Callable[..., Any], *args: object) -> list[torch.Tensor]:
     """The copies that an elementwise kernel makes of operands in another type than the one it computes in.
 
     They live as long as the kernel runs (`TensorIteratorBase::compute_types`). A result in another type,
@@ -52,7 +52,7 @@ def _score_block(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(block, tokens), min(KEY_BLOCK, key.shape[2])
 
 
-def attention_blocks(threads: int, query: torch.Tensor, key: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+def attention_blocks(threads: int, query: torch.Tensor, key: torch.Tensor, *_: object) -> list[torch.Tensor]:
     """What each thread has of scores, their maxima and sums, and of results, while attention runs.
 
     Query and key are [batch, heads, tokens, head_dim]. Scores are in fp32, and again in the query's type.
@@ -63,7 +63,7 @@ def attention_blocks(threads: int, query: torch.Tensor, key: torch.Tensor, *_: A
 
 
 def attention_gradient_blocks(
-    threads: int, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any
+    threads: int, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: object
 ) -> list[torch.Tensor]:
     """The same in the backward pass: of scores and of their gradients, and the row sums that a block needs.
 
@@ -80,7 +80,7 @@ def _in_own_type(query: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=query.dtype)] if query.dtype.itemsize < 4 else []
 
 
-def masked_rows(scores: torch.Tensor, dim: int, *_: Any) -> list[torch.Tensor]:
+def masked_rows(scores: torch.Tensor, dim: int, *_: object) -> list[torch.Tensor]:
     """What the math kernel's softmax of scores of any shape needs to find rows that are masked everywhere.
 
     After `_safe_softmax` in PyTorch's attention.cpp, whose result takes the place of the plain softmax.
@@ -89,7 +89,7 @@ def masked_rows(scores: torch.Tensor, dim: int, *_: Any) -> list[torch.Tensor]:
     return [masked, masked.all(dim, keepdim=True), torch.empty((), dtype=scores.dtype)]
 
 
-def scratch_of_products(rule: ScratchRule, *args: Any) -> list[torch.Tensor]:
+def scratch_of_products(rule: ScratchRule, *args: object) -> list[torch.Tensor]:
     """What products of 16-bit numbers take; the last two arguments are [..., m, k] and [..., k, n]."""
     first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
     if type_name(first.dtype) not in SIXTEEN_BIT:

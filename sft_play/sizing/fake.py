@@ -209,7 +209,7 @@ def materialise(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: A
 
 
 def _materialise_module(
-    module: Any, term: str, made: dict[int, torch.nn.Parameter], recorder: AllocationRecorder
+    module: torch.nn.Module, term: str, made: dict[int, torch.nn.Parameter], recorder: AllocationRecorder
 ) -> None:
     from bitsandbytes.nn import Linear4bit
 

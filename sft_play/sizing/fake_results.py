@@ -98,7 +98,7 @@ class KeepingFakeMode(FakeTensorMode):
                 return False
         return True
 
-    def _keep(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _keep(self, key: object, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if key is None:
             return
         if len(self.known) >= MOST_CALLS:
@@ -165,18 +165,18 @@ def _tensors(values: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-def _nothing(mode: KeepingFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _nothing(mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Of an operation in place on lists of tensors."""
 
 
 def _argument(
-    place: int, mode: KeepingFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    place: int, mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     return args[place]
 
 
 def _new(
-    layout: Layout, mode: KeepingFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    layout: Layout, mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> FakeTensor:
     shape, stride, dtype, device = layout
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():

@@ -113,7 +113,7 @@ class SymbolicRecorder(AllocationRecorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def four_bit_product(
-        self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
+        self, a: Any, b: object, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Dequantizes scales and weights, then multiplies; the fused kernel for few tokens needs less.
 
@@ -158,7 +158,7 @@ class SymbolicRecorder(AllocationRecorder):
         return found
 
     def _put_rows_of_mask(
-        self, tensor: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *args: Any
+        self, tensor: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *args: object
     ) -> Any:
         """`tensor[mask] = values`, for which a GPU sorts the indices; returns `tensor` itself."""
         if not self._is_mask(indices):
@@ -171,7 +171,7 @@ class SymbolicRecorder(AllocationRecorder):
         return tensor
 
     def _gradient_of_rows_of_mask(
-        self, zeros: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *args: Any
+        self, zeros: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *args: object
     ) -> Any:
         """The gradient of `tensor[mask]`; real zeros are filled in place, fake ones would be copied."""
         if self.phase != "backward":
@@ -180,7 +180,7 @@ class SymbolicRecorder(AllocationRecorder):
 
 
 def _grouped_product(
-    a: torch.Tensor, b: torch.Tensor, offs: Any = None, *args: Any, **kwargs: Any
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, *args: object, **kwargs: object
 ) -> torch.Tensor:
     """Products of groups of rows with one expert each, in any dtype; PyTorch's fake kernel only has bf16.
 
@@ -205,7 +205,11 @@ class CudaAutocast(TorchFunctionMode):
     """Gives CPU tensors under autocast the dtypes that CUDA autocast would give them."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Casts what CUDA would cast; dropout keeps a mask of one byte per element, as on CUDA."""
         kwargs = kwargs or {}
@@ -246,7 +250,7 @@ def _as_float(value: Any) -> Any:
     return value.float() if _is_sixteen_bit((value,)) else value
 
 
-def _cuda_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _cuda_dropout(func: object, *args: Any, **kwargs: Any) -> Any:
     bound = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     tensor, p, training = bound["input"], bound.get("p", 0.5), bound.get("training", bound.get("train", True))
     if not training or p == 0:
@@ -254,16 +258,16 @@ def _cuda_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.native_dropout(tensor, p, True)[0]
 
 
-def _noop(*args: Any, **kwargs: Any) -> None:
+def _noop(*args: object, **kwargs: object) -> None:
     """Replaces an in-place kernel, which allocates nothing."""
 
 
-def _forward_tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _forward_tile(tile: torch.Tensor, *args: object, **kwargs: object) -> None:
     """One kernel that reads the tile, [tokens, vocabulary]."""
     counted(ELEMENTWISE, tile, 0, moved=nbytes(tile))
 
 
-def _backward_tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _backward_tile(tile: torch.Tensor, *args: object, **kwargs: object) -> None:
     """One kernel that turns the tile, [tokens, vocabulary], into gradients in place."""
     counted(IN_PLACE, tile, 0, moved=2 * nbytes(tile))
 
@@ -334,7 +338,7 @@ def attributed_loss(recorder: AllocationRecorder) -> Iterator[None]:
     from sft_play.model.cpu import TiledLogProbs
 
     def attributed(function: Callable) -> staticmethod:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with recorder.attributing_to("loss"):
                 return function(*args, **kwargs)
 

@@ -69,7 +69,7 @@ def _dtype(tensor: torch.Tensor) -> int:
 def _product(first: int) -> Callable:
     """The rule of a matrix product or a batch of them; its factors are argument `first` and the next one."""
 
-    def describe(args: Sequence[Any], out: Any) -> Description:
+    def describe(args: Sequence[Any], out: object) -> Description:
         a, b = args[first], args[first + 1]
         times = a.shape[0] if a.dim() == 3 else 1
         sizes = a.shape[-2], b.shape[-1], a.shape[-1]
@@ -81,7 +81,7 @@ def _product(first: int) -> Callable:
 def _attention(kind: int, query: int) -> Callable:
     """The rule of PyTorch's attention over [batch, heads, tokens, head_dim]; twice the work if not causal."""
 
-    def describe(args: Sequence[Any], out: Any) -> Description:
+    def describe(args: Sequence[Any], out: object) -> Description:
         q = args[query]
         batch, heads, tokens, head_dim = q.shape
         causal = next((value for value in args if isinstance(value, bool)), False)
@@ -95,7 +95,7 @@ def _moving(kind: int, counted: Callable[[Sequence[Any], Any], int]) -> Callable
     return lambda args, out: (kind, 0, 0, 0, 0, 1, counted(args, out))
 
 
-def _in_and_out(args: Sequence[Any], out: Any) -> int:
+def _in_and_out(args: Sequence[Any], out: object) -> int:
     return _all_bytes(args) + _all_bytes(out if isinstance(out, (list, tuple)) else (out,))
 
 
@@ -125,7 +125,7 @@ RULES: dict[str, Callable] = {
 }
 
 
-def asks(args: Sequence[Any], out: Any) -> Description:
+def asks(args: Sequence[Any], out: object) -> Description:
     """The rule of queries, which are no operation and return no tensor."""
     return None
 

@@ -138,7 +138,7 @@ class AllocationRecorder(Counts):
         if storage.nbytes():
             self._allocated(storage, self.term, self._layer)
 
-    def _freed(self, address: int, _: Any) -> None:
+    def _freed(self, address: int, _: object) -> None:
         block, _ = self._open.pop(address)
         self.live -= self.sizes[block]
         sum_, self._sum = self._sum, None
@@ -201,7 +201,7 @@ class AllocationRecorder(Counts):
         return any(block in self.in_ram for block in self.blocks_of([tensor]))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results."""
         self._sum = None
@@ -231,7 +231,7 @@ class AllocationRecorder(Counts):
         else:
             self._asked.clear()
 
-    def _adds_gradients(self, term: Any, other: Any, *_: Any) -> bool:
+    def _adds_gradients(self, term: Any, other: object, *_: object) -> bool:
         """Whether autograd itself adds these two, of any shape, and could leave the sum in the first one.
 
         What a node of the graph returns, autograd asks for its device just before it adds it to another
@@ -274,7 +274,7 @@ class AllocationRecorder(Counts):
         finally:
             self.times = before
 
-    def record(self, out: Any) -> None:
+    def record(self, out: object) -> None:
         """Records the result of an operation: a tensor, or a tuple or list that may contain tensors.
 
         A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed

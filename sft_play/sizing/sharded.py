@@ -160,7 +160,7 @@ class _Transfer(TorchFunctionMode):
         self.recorder, self.to = recorder, to
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         moves = func is torch.Tensor.to and "non_blocking" in (kwargs or {})
         if func is torch.Tensor.cpu or moves:
@@ -176,7 +176,7 @@ def _transferring(recorder: ShardRecorder) -> Iterator[tuple[Any, str, Any]]:
     """
 
     def during(function: Callable[..., Any], to: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with _Transfer(recorder, to):
                 return function(*args, **kwargs)
 
@@ -324,7 +324,7 @@ def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from product([term], module.parameters(recurse=False))
 
 
-def quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+def quant_tensors(state: object) -> Iterator[torch.Tensor]:
     """The tensors, of any shape, in bitsandbytes' state of a 4-bit weight; none if there is no state."""
     for value in vars(state).values() if state is not None else ():
         if isinstance(value, torch.Tensor):

@@ -136,9 +136,8 @@ class RunBatches:
 
     def of_rank(self, ranks: int) -> "RunBatches":
         """As `MicroBatch.of_rank`."""
-        train, evaluation = (
-            tuple(each.of_rank(ranks) for each in own) for own in (self.train, self.evaluation)
-        )
+        train = tuple(each.of_rank(ranks) for each in self.train)
+        evaluation = tuple(each.of_rank(ranks) for each in self.evaluation)
         return RunBatches(train, evaluation, part_of(self.held, ranks))
 
 
@@ -162,7 +161,7 @@ class StepSpec:
     threads: int = 1  # of a process, if it is a CPU: its kernels
     scratch: Rules = ()  # and what its products take, by operation (sizing/product_scratch.py)
     optimizer: str = DEFAULT
-    kernels: str = "own"  # of norms, rotary embeddings and gated layers, as `train.layer_kernels`
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers, as of a plan
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
@@ -293,7 +292,7 @@ class StepSpec:
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
-            kernels=config.train.layer_kernels,
+            kernels=plan.kernels,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),

@@ -356,7 +356,7 @@ def run_step(
     model.train()
 
 
-def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
+def forward(model: torch.nn.Module, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
     device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.precision.autocast)
     autocast = torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()

@@ -1,6 +1,6 @@
 """The plan explorer: choices in, the page of a plan out, or one that says that it is being made."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from werkzeug.exceptions import BadRequest, Forbidden
@@ -80,8 +80,12 @@ def _choices() -> dict[str, list[tuple[str, str]]]:
     """Name of a field -> its values, with their texts."""
     models = sorted({model.name for model in published_models().values()}, key=str.lower)
     return {
-        "model": [(name, name) for name in models],
-        "gpu": [(name, name) for name in known_gpus()] + [("", EACH_GPU)],
-        "gpus": [("", FEWEST), *((str(count), str(count)) for count in COUNTS)],
+        "model": _as_they_are(models),
+        "gpu": [*_as_they_are(known_gpus()), ("", EACH_GPU)],
+        "gpus": [("", FEWEST), *_as_they_are(COUNTS)],
         "method": [*METHODS.items(), ("", "each method")],
     }
+
+
+def _as_they_are(values: Iterable[object]) -> list[tuple[str, str]]:
+    return [(str(value), str(value)) for value in values]

@@ -85,14 +85,14 @@ class Reporter(TrainerCallback):
         if self.main:
             self._progress.console.print(Text.assemble(*parts))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts the progress bar at the current step."""
         self._window_start = self._began_at = state.global_step
         self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
         if self.main and console().is_terminal:
             self._progress.start()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts timing a step; evaluation, saving and the wait for data are not included."""
         self._step_began = time.perf_counter()
         if self.start_seconds is None:
@@ -102,7 +102,7 @@ class Reporter(TrainerCallback):
         if self._warmed_up:
             self.waiting_seconds += self._step_began - self._free_since
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Adds the time of the step to the totals; asks for a record of the last step."""
         self._free_since = time.perf_counter()
         seconds = self._free_since - self._step_began
@@ -151,7 +151,7 @@ class Reporter(TrainerCallback):
         }
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+        self, args: object, state: TrainerState, control: object, logs: dict | None = None, **_: object
     ) -> None:
         """Writes a training record from the trainer's logs."""
         if not logs or "loss" not in logs:
@@ -187,7 +187,7 @@ class Reporter(TrainerCallback):
         )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: object
     ) -> None:
         """Writes an evaluation record."""
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
@@ -209,7 +209,7 @@ class Reporter(TrainerCallback):
             )
         self._free_since = time.perf_counter()
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Stops counting: saving is not waiting for data."""
         self._free_since = time.perf_counter()
 
@@ -218,7 +218,7 @@ class Reporter(TrainerCallback):
         if self._progress.live.is_started:
             self._progress.stop()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Removes the bar and prints the training time."""
         self.end_bar()
         self._print(
@@ -244,7 +244,7 @@ class EvaluateAtEnd(TrainerCallback):
     Otherwise the last step could not be the best one.
     """
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Requests both after the last step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
@@ -256,11 +256,11 @@ class RamWatch(TrainerCallback):
     def __init__(self) -> None:
         self.peak_bytes = 0
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Before gradients are freed."""
         self.peak_bytes = max(self.peak_bytes, own_ram_bytes())
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """After the whole weights were gathered."""
         self.peak_bytes = max(self.peak_bytes, own_ram_bytes())
 
@@ -280,7 +280,7 @@ class Heartbeat(TrainerCallback):
         self._where, self._passes = where, 0
         self._beat(where)
 
-    def _on_forward(self, *inputs: Any) -> None:
+    def _on_forward(self, *inputs: object) -> None:
         self._passes += 1
         self._beat(f"{self._where}, in or after forward pass {self._passes}")
 
@@ -288,20 +288,20 @@ class Heartbeat(TrainerCallback):
         self._pulse.beat(where)
         self._pulse.restart_watchdog()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Starts to enforce the limit."""
         self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward)
         self._now("the first evaluation")
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Reports the step that begins."""
         self._now(f"step {state.global_step + 1}")
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Reports that a step has ended; evaluation and saving may follow."""
         self._now(f"evaluation, saving or data loading after step {state.global_step}")
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stops: nothing after training waits for other ranks."""
         self._hook.remove()
         self._pulse.stop()

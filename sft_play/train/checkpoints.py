@@ -297,7 +297,7 @@ class BestOfThisRun(TrainerCallback):
         here = self._best is not None and (self._best / STATE).is_file() and not self._best.is_symlink()
         self._exists = all(from_all(here))  # on every machine
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Replaces the path that the checkpoint has; forgets the best one if it is gone."""
         best = self._best
         if best is None:

@@ -135,7 +135,7 @@ class SpaceForSaves(TrainerCallback):
         self._session = session
         self._left_out = False
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Decides whether the checkpoint of this step is saved; all ranks decide the same.
 
         Raises:

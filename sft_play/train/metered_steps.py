@@ -34,33 +34,33 @@ class MeteredSteps(TrainerCallback):
             counts = self.trainer.state.global_step >= self.first
             self._meter.begin(phase if counts else BESIDES)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begins if no step comes before the first of them."""
         if state.global_step == self.first:
             self._start()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begins a step early, to see what that step leaves to be freed in the first; ends after the last."""
         if self._meter and state.global_step >= self.first + STEPS:
             self._end()
         if state.global_step == self.first - 1:
             self._start()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """The update begins."""
         if self._meter:
             self._meter.anchor()
         self.begin("optimizer")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """What follows belongs to no phase of a step."""
         self.begin(BESIDES)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """As after a step."""
         self.begin(BESIDES)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """The first step may have been the last one."""
         self._end()
 

@@ -49,10 +49,10 @@ def probe(session: Session) -> ProbeResult:
     """Measures the batches with the highest peaks over all ranks, and leaves the session as it was."""
     trainer, plan = session.trainer, session.job.plan
     rows = step_of_highest(session.rows.dataset, plan)
-    with _as_it_was(trainer):
+    with as_it_was(trainer):
         # where weights or tokens are divided, any pass needs all ranks
         together = engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens
-        alone = plan.sharing.world_size == 1 or together or _fits_alone(session, rows)
+        alone = plan.sharing.world_size == 1 or together or fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
@@ -110,7 +110,7 @@ def expected_phases(plan: Plan, tokens: Sequence[int]) -> dict[str, int]:
     return {phase: size - TOKEN_BYTES * fewer.get(phase, 0) for phase, size in found.phases.items()}
 
 
-def _fits_alone(session: Session, rows: Dataset) -> bool:
+def fits_alone(session: Session, rows: Dataset) -> bool:
     """Whether one forward and backward pass fits, without the engine.
 
     If a rank runs out of memory here, no other one is left waiting. The trainer's own loss cannot be used: it
@@ -144,18 +144,18 @@ class _Clock(TrainerCallback):
         """The first step has no optimizer states yet, and libraries set themselves up in it."""
         self.meter.begin(phase if self.steps == STEPS else WARM_UP)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.steps += 1
         self.began = now(self.device)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.first = now(self.device) - self.began
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.meter.anchor()
         self.begin("optimizer")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.seconds = now(self.device) - self.began
 
 
@@ -178,7 +178,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
                 ) from error
             ran_out = True
         finally:
-            _let_go(trainer, engine_of(plan.sharing.engine))
+            let_go(trainer, engine_of(plan.sharing.engine))
     step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
         phases={}
@@ -214,23 +214,29 @@ def _average_step(session: Session, clock: _Clock, tokens: Sequence[float]) -> f
 
 def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer, plan = session.trainer, session.job.plan
+    trainer.begin_phase = clock.begin
+    run_steps(session, rows, clock, STEPS)
+    batches: Any = trainer.eval_dataset
+    if batches is not None:
+        trainer.evaluate(batches.select([_evaluated(batches, plan)] * plan.sharing.world_size))
+
+
+def run_steps(session: Session, rows: Dataset, clock: TrainerCallback, steps: int) -> None:
+    """So many optimizer steps that change nothing, on the same rows, within `as_it_was`."""
+    trainer, plan = session.trainer, session.job.plan
     settings = copy.copy(trainer.args)
-    settings.max_steps, settings.learning_rate, settings.warmup_steps = STEPS, 0.0, 0
+    settings.max_steps, settings.learning_rate, settings.warmup_steps = steps, 0.0, 0
     settings.gradient_accumulation_steps = len(rows)
     settings.eval_on_start = settings.load_best_model_at_end = False
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
     in_a_step = [number for number in range(len(rows)) for _ in range(plan.sharing.world_size)]
-    trainer.train_dataset = rows.select(STEPS * in_a_step)
+    trainer.train_dataset = rows.select(steps * in_a_step)
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
-    trainer.begin_phase = clock.begin
-    trainer.skipped = SkippedSteps(STEPS + 1)
+    trainer.skipped = SkippedSteps(steps + 1)
     trainer.train()
-    batches: Any = trainer.eval_dataset
-    if batches is not None:
-        trainer.evaluate(batches.select([_evaluated(batches, plan)] * plan.sharing.world_size))
 
 
 def _evaluated(batches: Dataset, plan: Plan) -> int:
@@ -242,7 +248,7 @@ def _evaluated(batches: Dataset, plan: Plan) -> int:
 
 
 @contextmanager
-def _as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
+def as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
     """Resets the trainer after the block, even after an error: settings, rows, random numbers."""
     names = ("args", "train_dataset", "callback_handler", "begin_phase", "skipped")
     before = {name: getattr(trainer, name) for name in names}
@@ -267,7 +273,7 @@ def _as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
                 scaler.load_state_dict(scale)
 
 
-def _let_go(trainer: Any, engine: Engine) -> None:
+def let_go(trainer: Any, engine: Engine) -> None:
     """Frees gradients, optimizer and engine."""
     engine.let_go(trainer.model_wrapped)
     trainer.optimizer = trainer.lr_scheduler = None

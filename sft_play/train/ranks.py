@@ -251,7 +251,10 @@ def _measure(job: Job) -> Collectives:
 
 
 def _tensors(device: torch.device, processes: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A whole tensor of the largest size, and a process's part of one; None without the memory for them."""
+    """A whole tensor of the largest size, [processes x n], and a process's part of one, [n].
+
+    None without the memory for them.
+    """
     count = SIZES[-1] // 4 // processes
     try:
         return torch.zeros(count * processes, device=device), torch.zeros(count, device=device)

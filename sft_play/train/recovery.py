@@ -95,7 +95,7 @@ def smaller_job(job: Job) -> Job:
     return replace(job, plan=replace(plan, why=(*plan.why, reason)))
 
 
-def _with(job: Job, section: str, **settings: Any) -> Job:
+def _with(job: Job, section: str, **settings: object) -> Job:
     """The job with other settings in a section of its config."""
     named = {f"{section}.{name}": value for name, value in settings.items()}
     typed = (f"{name}={value}" for name, value in named.items())
@@ -132,7 +132,7 @@ def ended_at_once(*numbers: int) -> Iterator[None]:
 
     repeating = threading.Thread(target=again, daemon=True)
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: object) -> None:
         received.append(number)
         if repeating.ident is None:
             repeating.start()
@@ -163,17 +163,17 @@ class StopOnSignal(TrainerCallback):
         self.handlers = ExitStack()
         """Whoever trains closes it, also after an error, when no callback runs."""
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         at_once = self._asked or not self._stepped
         self._asked = True
         if at_once and number == signal.SIGINT:
             raise KeyboardInterrupt("stopped by SIGINT")
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Installs the signal handlers."""
         self.handlers.enter_context(handling(self.SIGNALS, self._on_signal))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
         self._stepped = True
         if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:

@@ -83,7 +83,7 @@ def save(session: Session) -> Saved:
     return Saved(found, scores)
 
 
-def _type_that_holds(session: Session, model: Any) -> SavedType:
+def _type_that_holds(session: Session, model: torch.nn.Module) -> SavedType:
     """The type that is asked for, unless a weight overflows it in a process: then float32."""
     asked = str(from_all(session.saved_dtype)[0])
     types = _types(model, asked)
@@ -94,7 +94,7 @@ def _type_that_holds(session: Session, model: Any) -> SavedType:
     return SavedType(chosen, asked, of_base=session.job.config.output.dtype == "auto")
 
 
-def _types(model: Any, dtype: str) -> Types:
+def _types(model: torch.nn.Module, dtype: str) -> Types:
     """The types of weights that have another one in memory; an architecture may want some in fp32."""
     wanted = getattr(torch, dtype)
     others = types_apart(model, wanted)
@@ -102,7 +102,7 @@ def _types(model: Any, dtype: str) -> Types:
     return {name: types[name] for name, part in _parts(model) if part.dtype != types[name]}
 
 
-def _parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What this process holds of each parameter, by all of its names; any shape."""
     for name, value in model.named_parameters(remove_duplicate=False):
         if value.is_floating_point():
@@ -110,7 +110,7 @@ def _parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _round(model: Any, types: Types) -> bool:
+def _round(model: torch.nn.Module, types: Types) -> bool:
     """Rounds this process's part of the weights to these types, in place; returns whether one has changed."""
     changed = False
     for name, part in _parts(model):

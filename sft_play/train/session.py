@@ -96,7 +96,7 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
         keep_freed_memory()
     if job.config.train.float8:
         float8.convert_layers(model)
-    if job.config.train.compile:
+    if job.plan.compile:
         compile_layers(model)
     reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
     dtype = saved_dtype(job.config) if job.config.tuning.mode == "full" else None

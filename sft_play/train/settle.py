@@ -15,6 +15,7 @@ from sft_play.report.memory import probe_line
 from sft_play.report.tables import step_line
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.start import part
+from sft_play.train.kernel_turns import timed_kernels
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.refuted import as_probed, choose_again, is_refuted
@@ -58,7 +59,25 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
     cost, better = time.monotonic() - began, None
     if is_refuted(session.job.plan, result.step_seconds):
         session, better = _chosen_again(session, result, cost)
-    return _fastest_by_measurement(session, result, allowance, cost, better)
+    searched = time.monotonic()
+    session, result = _fastest_by_measurement(session, result, allowance, cost, better)
+    return _with_fastest_kernels(session, result, allowance - (time.monotonic() - searched))
+
+
+def _with_fastest_kernels(
+    session: Session, result: ProbeResult, allowance: float
+) -> tuple[Session, ProbeResult]:
+    """The session with the kernels that are faster here, if some are and it fits with them."""
+    before, plan = session.job.plan, timed_kernels(session, result, allowance)
+    if plan is None:
+        return session, result
+    session = prepare_session(close_session(session, plan), announce=False)
+    found = _probe_and_print(session)
+    if not found.fits(plan):
+        warn(f"{_too_much(plan, found)} with train.kernels={plan.kernels}; they stay as they were")
+        return prepare_session(close_session(session, before), announce=False), result
+    _keep_results(session.job, (plan, found))
+    return _with_plan(session, as_probed(plan, found.step_seconds)), found
 
 
 def _chosen_again(session: Session, result: ProbeResult, cost: float) -> tuple[Session, Plan | None]:

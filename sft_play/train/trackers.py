@@ -172,7 +172,7 @@ class Board(_OfRun, TensorBoardCallback):
     After a resume, steps that were logged after the checkpoint, and are trained again, are shown once.
     """
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Opens the file, and describes the run in it."""
         if not state.is_world_process_zero:
             return

@@ -106,7 +106,7 @@ class PlannedTrainer(SFTTrainer):
             StatesOnDisk(Path(self._nvme_path)).attach(optimizer)
         return optimizer
 
-    def _split_by_rate(self, optimizer: torch.optim.Optimizer, model: Any, ratio: float) -> None:
+    def _split_by_rate(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, ratio: float) -> None:
         named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
         b_matrices = {weight for name, weight in named if "lora_B" in name}
         for group in list(optimizer.param_groups):
@@ -136,7 +136,7 @@ class PlannedTrainer(SFTTrainer):
         return share
 
     def compute_loss(
-        self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any
+        self, model: torch.nn.Module, inputs: Any, *_: object, num_items_in_batch: Any = None, **__: object
     ) -> Any:
         """A micro-batch's share of its step's loss; tells a probe where the forward pass begins and ends.
 
@@ -156,7 +156,7 @@ class PlannedTrainer(SFTTrainer):
         self.begin_phase("backward")
         return poisoned_if_not_finite(loss)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: object = None) -> Any:
         """The norm of the gradients, which clipping has computed; if it is not finite, the step is skipped.
 
         Gradients are summed over the ranks before, so all ranks skip the same steps. DeepSpeed skips such a
@@ -176,7 +176,7 @@ class PlannedTrainer(SFTTrainer):
         self._step_loss = 0.0
         return norm
 
-    def _skip_step(self, model: Any) -> None:
+    def _skip_step(self, model: torch.nn.Module) -> None:
         step = self.state.global_step + 1
         rows = [row for own in from_all(self._rows_not_finite()) for row in own]
         rows = list(dict.fromkeys(rows))  # processes that divide the tokens of a row have the same ones
@@ -216,15 +216,15 @@ class PlannedTrainer(SFTTrainer):
                 self._balance.clear()
         super().log(record, start_time)
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
+    def create_model_card(self, *_: object, **__: object) -> None:
         """Writes none: TRL's has nothing but placeholders, and ours (report/card.py) comes at the end."""
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: object) -> int:
         """Not counted here: the library walks through all modules for it, in every micro-batch."""
         return 0
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Logs loss and token accuracy of the validation rows, and returns them."""
         self.begin_phase("evaluation")
@@ -259,11 +259,11 @@ class PlannedTrainer(SFTTrainer):
         model.train(was_training)
         return TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         """The staging folder, for the library; our own code knows where checkpoints are published."""
         return str(self._writer.staging)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: object) -> None:
         """Writes a checkpoint, which appears in its place once it is complete.
 
         Raises:
@@ -276,7 +276,7 @@ class PlannedTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
 
     def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+        self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
     ) -> Any:
         """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently.
 

@@ -159,6 +159,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tokens(device: torch.device) -> torch.Tensor:
+    """Tokens that are all different, [1, 2 x ISOLATION_TOKENS]."""
     return torch.arange(1, 2 * ISOLATION_TOKENS + 1, device=device)[None]
 
 

@@ -1,8 +1,16 @@
 """What we change in bitsandbytes, and take of its private parts."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
 from typing import Any
+
+from sft_play.upstream.patching import patched
+
+COMPILED = "bitsandbytes.backends.default.ops"
 
 
 @contextmanager
@@ -30,3 +38,48 @@ def forget_overrides() -> None:
 
     manager: Any = GlobalOptimManager.get_instance()
     manager.initialize()
+
+
+@contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """In the block, an import of bitsandbytes, such as PEFT's, does not import PyTorch's compiler.
+
+    That takes a second, for four functions that hardly a run calls. What makes this unnecessary: functions
+    that are compiled when they are called (0.50 compiles them when it is imported).
+    """
+    sys.meta_path.insert(0, _Loader)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(_Loader)
+
+
+class _Loader(SourceFileLoader):
+    """Finds and loads the module of these functions, and no other."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == COMPILED else None
+        if spec and spec.origin:
+            spec.loader = cls(name, spec.origin)
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        import torch
+
+        with patched(torch, "compile", _when_called):
+            super().exec_module(module)
+
+
+def _when_called(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`torch.compile`, when the function is called for the first time."""
+
+    @cache
+    def compiled() -> Callable[..., Any]:
+        import torch
+
+        return torch.compile(function, **settings)
+
+    return lambda *args, **kwargs: compiled()(*args, **kwargs)

@@ -71,7 +71,7 @@ def make_next_optimizer(kind: type | None) -> None:
     own = stage3.DeepSpeedZeroOptimizer_Stage3
     own = getattr(own, "in_place_of", own)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Any:
         stage3.DeepSpeedZeroOptimizer_Stage3 = own  # again: it is for a single training
         return (kind or own)(*args, **kwargs)
 

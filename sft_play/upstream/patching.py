@@ -24,7 +24,7 @@ def undone() -> Iterator[None]:
             _OPEN.pop()
 
 
-def lasting(change: Callable[..., AbstractContextManager[Any]], *args: Any) -> None:
+def lasting(change: Callable[..., AbstractContextManager[Any]], *args: object) -> None:
     """Enters `change(*args)` until the innermost block of `undone` ends, unless the same lasts already.
 
     For what several share, none of whom can end it.
@@ -38,7 +38,7 @@ def lasting(change: Callable[..., AbstractContextManager[Any]], *args: Any) -> N
 
 
 @contextmanager
-def patched(target: Any, name: str, value: Any, *, builtin: bool = False) -> Iterator[None]:
+def patched(target: Any, name: str, value: object, *, builtin: bool = False) -> Iterator[None]:
     """In the block, `target.name`, or with `builtin` one of Python's own names there, is `value`.
 
     Raises:

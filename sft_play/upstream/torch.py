@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,27 +34,6 @@ def compiling_layers(variants: int) -> AbstractContextManager[None]:
     import torch
 
     return torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=variants)
-
-
-@contextmanager
-def compiled_when_called() -> Iterator[None]:
-    """In the block, functions that are to be compiled are when they are first called.
-
-    bitsandbytes decorates four at its import, which peft does: the compiler that they load, a third of the
-    seconds of all imports, is for optimizers on CPUs. What makes this unnecessary: that it waits itself.
-    """
-    import torch
-
-    compile_now: Any = torch.compile
-
-    def compile_later(function: Any = None, **options: Any) -> Any:
-        if function is None:
-            return partial(compile_later, **options)
-        compiled = cache(lambda: compile_now(function, **options))
-        return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
-
-    with patched(torch, "compile", compile_later):
-        yield
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def undivided(model: Any) -> Sequence[str]:
     return model._no_split_modules or ()
 
 
-def types_apart(model: Any, dtype: Any) -> dict[str, Any]:
+def types_apart(model: Any, dtype: object) -> dict[str, Any]:
     """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so."""
     return model._get_dtype_plan(dtype)
 

@@ -4,7 +4,7 @@ from types import FunctionType
 from typing import Any
 
 
-def add_fused_head(model: Any, function: Any) -> None:
+def add_fused_head(model: Any, function: object) -> None:
     """Gives a causal language model TRL's fused output head (since 1.15), which computes with this function.
 
     `function.apply` takes the arguments of its kernel, with supervised tokens alone on any device. TRL's own

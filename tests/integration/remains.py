@@ -44,17 +44,17 @@ def parts_of_engine(trainer: Any) -> dict[str, Any]:
 @contextmanager
 def noting_parts(noted: dict[str, Any]) -> Iterator[None]:
     """In the block, weak references to what a probe is about to let go are added to `noted`."""
-    let_go = probing._let_go
+    let_go = probing.let_go
 
     def noting(trainer: Any, engine: Any) -> None:
         noted.update({name: weakref.ref(part) for name, part in parts_of_engine(trainer).items()})
         let_go(trainer, engine)
 
-    probing._let_go = noting
+    probing.let_go = noting
     try:
         yield
     finally:
-        probing._let_go = let_go
+        probing.let_go = let_go
 
 
 def remains_of_probes(job: Job) -> dict[str, Any]:

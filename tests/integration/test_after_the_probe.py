@@ -23,7 +23,7 @@ def test_each_engine_is_in_a_launch():
 
 def specs_of(model, engines):
     """Full fine-tuning and LoRA under bf16: casts, flat weights and copies in fp32 are then all there."""
-    settings = {"mixed_precision": "bf16", "probe": True, "max_steps": 2}
+    settings = {"mixed_precision": "bf16", "probe": True, "batch_size": 4, "max_steps": 2}
     return [
         {
             "model": str(model),

@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_in_words_and_the_run_can_go_on(tiny_model, tmp_path
 
 @pytest.mark.thorough
 def test_a_run_directory_that_is_removed_while_training_is_one_sentence(tiny_model, tmp_path, monkeypatch):
-    job = make_job(tiny_model, tmp_path, "gone")
+    job = make_job(tiny_model, tmp_path, "gone", batch_size=4)
     at_step(2, lambda: shutil.rmtree(job.run.path), monkeypatch)
     with pytest.raises(StorageError, match="the run directory .*gone was removed"):
         train(job)
@@ -79,7 +79,7 @@ def test_a_disk_that_becomes_read_only_while_training_is_one_sentence(
     tiny_model, tmp_path, monkeypatch, settings
 ):
     with small_disk(tmp_path / "disk") as disk:
-        job = make_job(tiny_model, disk, "one", **settings)
+        job = make_job(tiny_model, disk, "one", batch_size=4, **settings)
         at_step(2, lambda: mount("-o", "remount,ro", disk), monkeypatch)
         with pytest.raises(StorageError, match="cannot write to .*one: Read-only file system"):
             train(job)

@@ -85,7 +85,8 @@ def test_the_logged_loss_is_the_mean_of_the_other_steps(broken_model, tmp_path):
 @pytest.mark.thorough
 def test_three_steps_in_a_row_end_the_run_and_nothing_is_saved(broken_model, tmp_path):
     rows = with_token(rows_without(BROKEN), set(range(100)))
-    job = make_job(broken_model, tmp_path, "many", rows=rows, val=rows_without(BROKEN)[:21])
+    settings = dict(rows=rows, val=rows_without(BROKEN)[:21], batch_size=4)
+    job = make_job(broken_model, tmp_path, "many", **settings)
     with pytest.raises(NonFiniteError, match=r"step 3 was skipped: .*3 in a row.*row \d+ .* more"):
         train(job)
     assert not job.run.adapter.exists() and not list(job.run.checkpoints.glob("checkpoint-*"))
@@ -94,7 +95,7 @@ def test_three_steps_in_a_row_end_the_run_and_nothing_is_saved(broken_model, tmp
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path, mode):
-    job = make_job(tiny_model, tmp_path, mode, mode=mode)
+    job = make_job(tiny_model, tmp_path, mode, mode=mode, batch_size=4)
 
     calls = itertools.count()
 
@@ -155,7 +156,7 @@ def test_an_infinite_validation_loss_is_told_and_is_neither_best_nor_impatient(
     broken_model, tmp_path, capsys
 ):
     rows = rows_without(BROKEN)
-    settings = dict(rows=rows, val=with_token(rows[:21], {3}), eval_steps=1, save_steps=1)
+    settings = dict(rows=rows, val=with_token(rows[:21], {3}), batch_size=4, eval_steps=1, save_steps=1)
     job = make_job(broken_model, tmp_path, "one", **settings, early_stopping_patience=1)
     train(job)
     summary = read_json(job.run.summary)

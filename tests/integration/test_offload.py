@@ -29,6 +29,9 @@ from tests.rounding import assert_same_values, summed
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
+FULL = dict(
+    mode="full", learning_rate=1e-3, batch_size=4, max_steps=4, save_steps=2, eval_steps=2
+)  # ZeRO-3 takes longest for a micro-batch, of whatever size
 WEIGHTS = {"full": "model/model.safetensors", "lora": "adapter/adapter_model.safetensors"}
 
 
@@ -53,10 +56,9 @@ def watching_steps(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[No
 @pytest.mark.thorough
 def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
     """Its parameters are DTensors with the policy of offloading, and its checkpoint goes on without it."""
-    settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
-    alone = make_job(tiny_model, tmp_path, "alone", **settings)
+    alone = make_job(tiny_model, tmp_path, "alone", **FULL)
     train(alone)
-    job = make_job(tiny_model, tmp_path, "offloaded", **settings, offload="ram")
+    job = make_job(tiny_model, tmp_path, "offloaded", **FULL, offload="ram")
     assert (job.plan.sharing.engine, job.plan.sharing.offload, job.plan.sharing.shards) == ("fsdp2", "ram", 1)
     with process_group(job):
         model = prepare_session(job).trainer.model
@@ -70,7 +72,7 @@ def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
         assert_same_values(ours, theirs, summed(16 * 64))
 
     checkpoint = str(tmp_path / "offloaded" / "checkpoints" / "checkpoint-2")
-    resumed = make_job(tiny_model, tmp_path, "resumed", **settings, resume=checkpoint)
+    resumed = make_job(tiny_model, tmp_path, "resumed", **FULL, resume=checkpoint)
     train(resumed)
     assert_same_values(losses(resumed)[0], losses(job)[0][2:], summed(16 * 64))
 
@@ -78,10 +80,9 @@ def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
 @pytest.mark.thorough
 def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp_path):
     """Weights and AdamW's states are in RAM by DeepSpeed's account; other runs follow in the same process."""
-    settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
-    away = dict(settings, engine="deepspeed_z3", offload="ram")
+    away = dict(FULL, engine="deepspeed_z3", offload="ram")
     linear, variables = torch.nn.functional.linear, set(os.environ)
-    alone = make_job(tiny_model, tmp_path, "alone", **settings)
+    alone = make_job(tiny_model, tmp_path, "alone", **FULL)
     train(alone)
     job = make_job(tiny_model, tmp_path, "offloaded", **away)
     assert (job.plan.sharing.engine, job.plan.sharing.offload, job.plan.sharing.shards) == (
@@ -101,7 +102,7 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
         assert_same_values(ours, theirs, summed(16 * 64))
 
     checkpoint = str(tmp_path / "offloaded" / "checkpoints" / "checkpoint-2")
-    resumed = make_job(tiny_model, tmp_path, "resumed", **settings, resume=checkpoint)
+    resumed = make_job(tiny_model, tmp_path, "resumed", **FULL, resume=checkpoint)
     train(resumed)
     assert_same_values(losses(resumed)[0], losses(job)[0][2:], summed(16 * 64))
     again = make_job(tiny_model, tmp_path, "again", **away, resume=checkpoint)
@@ -132,8 +133,7 @@ def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
     """In one process, resumed or not; their files have no names."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
-    settings |= dict(engine=engine, offload="ram")
+    settings = FULL | dict(engine=engine, offload="ram")
     checkpoint = str(tmp_path / "files" / "checkpoints" / "checkpoint-2")
     kinds = {
         "ram": {},
@@ -165,7 +165,7 @@ def test_zero3_reads_weights_from_a_disk(tiny_model, tmp_path, mode, dtype):
     """Whenever a module is called, and learns the same."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = dict(mode=mode, dtype=dtype, engine="deepspeed_z3", offload="ram", max_steps=3)
+    settings = dict(mode=mode, dtype=dtype, engine="deepspeed_z3", offload="ram", batch_size=4, max_steps=3)
     found: dict[str, set[bool]] = {}
     for name, folder in (("ram", None), ("files", str(disk))):
         job = make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder)
@@ -201,7 +201,7 @@ def test_a_disk_without_room_for_the_states_ends_the_run_in_a_sentence(tiny_mode
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
 def test_two_processes_learn_the_same_with_and_without(tiny_model, tmp_path, engine, mode):
     """Bit for bit, resumed or not; one process goes on from their checkpoint."""
-    common = {"mode": mode, "learning_rate": 1e-3, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    common = FULL | {"mode": mode}
     again = {"resume": str(tmp_path / "ram" / "checkpoints" / "checkpoint-2"), "offload": "ram"}
     files = again | {"nvme_path": str(tmp_path)}
     kinds = {"plain": {"offload": "none"}, "ram": {"offload": "ram"}, "resumed": again, "files": files}

@@ -124,7 +124,7 @@ def test_compiled_layers_do_not_change_the_loss_curve(tiny_model, tmp_path, refe
 def test_packed_rows_give_the_loss_of_the_same_rows_unpacked(tiny_model, tmp_path):
     """One step holds all rows, so both runs learn from the same set in each step."""
     rows = token_rows(32)
-    unpacked = make_job(tiny_model, tmp_path, "unpacked", rows=rows, effective_batch_size=32)
+    unpacked = make_job(tiny_model, tmp_path, "unpacked", rows=rows, effective_batch_size=32, batch_size=4)
     packs = len(pack([row["length"] for row in rows], SEQ))
     packed = make_job(
         tiny_model,
@@ -157,7 +157,7 @@ def test_tokens_without_supervision_have_no_influence_through_the_loss(tiny_mode
             )
     curves = []
     for name, data in (("one", rows), ("two", changed)):
-        job = make_job(tiny_model, tmp_path, name, rows=data)
+        job = make_job(tiny_model, tmp_path, name, rows=data, batch_size=4)
         train(job)
         curves.append(losses(job))
     assert curves[0] == curves[1]

@@ -25,7 +25,7 @@ from tests.jobs import losses, make_job, token_rows
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 END = "w7"
-FULL = {"mode": "full", "max_steps": 2, "save_steps": 2, "eval_steps": 2, "learning_rate": 1e-3}
+FULL = dict(mode="full", batch_size=4, max_steps=2, save_steps=2, eval_steps=2, learning_rate=1e-3)
 TWO = {**FULL, "effective_batch_size": 12, "batch_size": 2}
 
 

@@ -33,6 +33,8 @@ with importing_libraries():  # as a rank does
     from tests.integration.remains import remains_of_probes
     from tests.jobs import make_job
 
+COMPILER = "torch._inductor.compile_fx"
+
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
     where = Path(spec["model"]), Path(spec["output"]), spec["name"]
@@ -96,6 +98,7 @@ def boundaries_lost() -> Iterator[None]:
 
 
 def main(path: Path) -> int:
+    assert COMPILER not in sys.modules, "a rank imports PyTorch's compiler, for which it has no use"
     specs = json.loads(path.read_text())
     ranks = RankEnvironment.read()
     rank = ranks.rank

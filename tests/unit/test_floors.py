@@ -144,9 +144,7 @@ def test_a_plan_imports_heavy_libraries_only_where_it_needs_them():
 def imports_of_all() -> dict[str, set[str]]:
     """Module -> modules of these folders that it imports, also within functions and under TYPE_CHECKING."""
     found = {
-        f"{folder}.{module.name}".rstrip("."): {
-            f"{other}.{name}" for other in FOLDERS for name in imported_names(module, other)
-        }
+        f"{folder}.{module.name}".rstrip("."): imported_names(module, "")
         for folder in FOLDERS
         for module in read_modules(PACKAGE.parent / folder)
     }

@@ -14,7 +14,7 @@ from sft_play.rows.formats import FORMATS
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "sft_play"
-ORDINARY = {"none", "text", "messages"}  # words of many other things, too
+ORDINARY = {"none", "text", "messages", "library"}  # words of many other things, too
 TABLES = {
     "choices/engines.py": TRAITS,
     "choices/kernels.py": LAYERS,
@@ -31,11 +31,27 @@ KNOBS = {
     "mlp_tiles": {
         "parts.py",
         "config/train.py",
-        "config/conflicts.py",
         "planning/candidates/tiles.py",
+    },
+    "sequence_ranks": {
+        "parts.py",
+        "config/parallel.py",
+        "planning/request.py",
+        "planning/planner.py",
+        "planning/candidates/drafts.py",
+        "planning/candidates/sequence.py",
+        "planning/rows/facts.py",
+        "planning/speed/clock.py",
         "planning/answers/context.py",
-        "report/choices.py",
-        "report/context.py",
+        "planning/answers/other_machines.py",
+        "reasons/choices.py",
+        "sizing/step.py",
+        "sizing/trace.py",
+        "train/probe.py",
+        "train/rows.py",
+        "train/run.py",
+        "train/session.py",
+        "train/verify.py",
     },
 }
 

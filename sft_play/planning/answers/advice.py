@@ -69,8 +69,7 @@ def _divisions(request: Request) -> list[Settings]:
     for size in group_sizes(config, request.architecture, request.processes, request.on_machines):
         settings: dict[str, Any] = {"parallel.sequence_parallel_size": size}
         if config.train.grad_accum != "auto":
-            times = size // config.parallel.sequence_ranks
-            settings["train.grad_accum"] = config.train.grad_accum * times
+            settings["train.grad_accum"] = config.train.grad_accum * config.parallel.divided(size)
         found.append(settings)
     return found
 

@@ -11,6 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
+from sft_play.parts import flat
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.allowed import candidates, estimator_of
 from sft_play.planning.candidates.drafts import leanest
@@ -52,8 +53,7 @@ class LongestRow:
             "engine": plan.sharing.engine,
             "replicas": plan.sharing.replicas,
             "effective_batch_size": plan.batch.effective,
-            "activations": plan.activations.policy,
-            "mlp_tiles": plan.activations.mlp_tiles,
+            **flat(plan.activations),
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": memory.peak_bytes,
             "process_bytes": memory.process_bytes,
@@ -192,11 +192,11 @@ def _plan_of(request: Request, *, tight: bool) -> Plan:
     """
     run = request.in_groups_of(request.config.parallel.sequence_ranks)
     drafts = leanest(candidates(run))
-    kept = {(draft.batch.micro, draft.activations.policy) for draft in drafts}
-    tiles = {draft.activations.mlp_tiles for draft in drafts} | (set() if tight else {1})
+    lean = {(draft.batch.micro, draft.activations) for draft in drafts}
+    lean |= set() if tight else {(micro, activations.whole) for micro, activations in lean}
 
     def as_lean(draft: Plan) -> bool:
-        return (draft.batch.micro, draft.activations.policy) in kept and draft.activations.mlp_tiles in tiles
+        return (draft.batch.micro, draft.activations.uniform) in lean
 
     return fastest_plan(run, as_lean, explain=False)
 

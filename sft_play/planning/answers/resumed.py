@@ -31,12 +31,16 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
     A plan with which memory has run out does not fit.
     """
     ways = _ways_of(earlier, request.config.parallel)
+    if request.config.train.kernels == "auto":
+        ways["train.kernels"] = earlier.kernels
     again = request.in_groups_as(earlier.sharing).changed(ways)
     try:
         plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
     except (DoesNotFitError, ConfigError):
         return None
-    return None if plan.memory and plan.memory.ran_out else plan
+    if plan.memory and plan.memory.ran_out:
+        return None
+    return replace(plan, kernels_origin=earlier.kernels_origin)
 
 
 def _kept(plan: Plan) -> list[Any]:
@@ -45,7 +49,7 @@ def _kept(plan: Plan) -> list[Any]:
         replace(plan.sharing, defers_exchange=False, reshard_after_forward=True),
         (plan.batch.micro, plan.batch.accumulation, plan.rows.packing, plan.rows.joined),
         plan.activations.uniform,
-        (plan.precision, plan.attention, plan.device, plan.compute_capability),
+        (plan.precision, plan.attention, plan.device, plan.compute_capability, plan.kernels, plan.compile),
     ]
 
 

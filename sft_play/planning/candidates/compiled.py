@@ -122,7 +122,7 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
     could = (
         plan.device == "cuda"
         and config.tuning.mode != "qlora"
-        and config.train.layer_kernels == "own"
+        and plan.kernels == "own"
         and not config.tuning.lora.use_dora
         and engine_of(plan.sharing.engine).compiles_layers
         and not plan.sharing.divides_tokens

@@ -141,11 +141,11 @@ def draft_plans(
         ConfigError: settings contradict each other or are not supported by the device.
     """
     require_possible(config, device)
-    train, ranks = config.train, config.parallel.sequence_ranks
+    train = config.train
     unit = max_seq_len if train.packing else 1
     kinds = Rows(max_seq_len=max_seq_len, packing=train.packing, joined=padding_free)
     dtype, autocast = choose_precision(config, device)
-    splits = batch_choices(train, world_size // ranks, max_seq_len if train.packing else None)
+    splits = batch_choices(train, config.parallel.divided(world_size), max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
@@ -163,6 +163,8 @@ def draft_plans(
             schedule=Schedule(learning_rate=rate, steps_per_epoch=per_epoch, total_steps=total),
             device=device.kind,
             compute_capability=device.compute_capability,
+            kernels=config.train.layer_kernels,
+            compile=config.train.compile,
         )
         for sharing, activations, split in product(
             _sharings(config, device, world_size, machines), ways(train, device.kind), splits

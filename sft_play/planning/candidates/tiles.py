@@ -23,15 +23,14 @@ def may_tile(config: RunConfig, longest: int) -> bool:
     """Whether plans for rows of up to so many tokens may have MLPs in tiles: if asked for, or long enough."""
     if config.train.mlp_tiles != "auto":
         return config.train.asks_tiles
-    own = longest // config.parallel.sequence_ranks
     can = config.train.asked_activations != "keep" and not config.train.compile
-    return can and own >= FEWEST * TILE_TOKENS
+    return can and config.parallel.divided(longest) >= FEWEST * TILE_TOKENS
 
 
 def untiled(train: TrainConfig, model_type: str) -> ConfigError:
     """That the layers of such a model cannot do what is asked for."""
     return ConfigError(
-        f"train.mlp_tiles={train.mlp_tiles}: the layers of {model_type} have no MLP that can compute in "
+        f"{train.tiles_setting}: the layers of {model_type} have no MLP that can compute in "
         "tiles (mixtures of experts have none); set train.mlp_tiles=auto"
     )
 
@@ -43,7 +42,7 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
     """
     found = []
     for draft in drafts:
-        most = min(MOST, draft.rows.most_tokens // draft.sharing.sequence_ranks // TILE_TOKENS)
+        most = min(MOST, draft.sharing.own(draft.rows.most_tokens) // TILE_TOKENS)
         counts = (1, most) if train.mlp_tiles == "auto" else (train.mlp_tiles,)
         for count in counts if draft.activations.recomputes else (1,):
             tiled = replace(draft.activations, mlp_tiles=count)
@@ -53,11 +52,7 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
 
 def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
     """The drafts, unless their tiles would make none of the plans fit that were sized and do not."""
-    memories = [plan.memory for plan in sized if plan.memory]
-    could_fit = any(
-        memory.process_bytes - sum(memory.terms.get(term, 0) for term in SAVED) < memory.budget_bytes
-        for memory in memories
-    )
+    could_fit = any(plan.memory.fits_without(SAVED) for plan in sized if plan.memory)
     return [draft for draft in drafts if could_fit or not draft.activations.in_tiles or not sized]
 
 

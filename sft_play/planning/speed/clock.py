@@ -172,32 +172,34 @@ def with_range(request: Request, plan: Plan) -> Plan:
     if plan.step_seconds is None:
         return plan
     least = most = plan.step_seconds
-    reasons = [] if plan.step_seconds_origin == EARLIER else _unknowns(request, plan)
-    if reasons:
+    predicted = plan.step_seconds_origin != EARLIER and plan.device == "cuda"
+    links, copies = (_unknown_links(request, plan), _unknown_copies(request, plan)) if predicted else ([], [])
+    if links or copies:
         least = plan_clock(request, best=True)(request.config, plan) or least
-        if plan.sharing.world_size > 1:
-            most = at_worst(lambda one: one.step_seconds)(plan) or most
+    if links:
+        most = at_worst(lambda one: one.step_seconds)(plan) or most
+    reason: str | None = "; ".join(dict.fromkeys([*links, *copies]))
     if most - least < ONE_NUMBER * most:
-        least, most, reasons = plan.step_seconds, plan.step_seconds, []
-    return replace(
-        plan, step_seconds_range=(least, most), step_seconds_range_reason="; ".join(reasons) or None
-    )
+        least, most, reason = plan.step_seconds, plan.step_seconds, None
+    return replace(plan, step_seconds_range=(least, most), step_seconds_range_reason=reason)
 
 
-def _unknowns(request: Request, plan: Plan) -> list[str]:
-    """What nobody has measured, and decides about the seconds of a step of a plan on GPUs."""
-    machine, sharing = request.machine, plan.sharing
-    found = []
-    if plan.device == "cuda" and sharing.world_size > 1:
-        collectives = collectives_of(machine, request.processes, sharing.replicas)
-        if not (collectives and collectives.measured):
-            links = links_of(machine, request.processes, sharing.replicas)
-            found += [link.either for link in links if link.either] or [OVERLAP]
-    if plan.device == "cuda" and (sharing.offloads or plan.offloads_activations):
-        found.append(host_link(machine).either or "copies beside computation, or between its parts")
-    if sharing.offloads and request.config.parallel.nvme_path:
-        found.append(DISK.either)
-    return list(dict.fromkeys(found))
+def _unknown_links(request: Request, plan: Plan) -> list[str]:
+    """What decides about the seconds of communication between GPUs; nothing that was measured."""
+    machine, processes, replicas = request.machine, request.processes, plan.sharing.replicas
+    collectives = collectives_of(machine, processes, replicas)
+    if plan.sharing.world_size == 1 or (collectives and collectives.measured):
+        return []
+    links = links_of(machine, processes, replicas)
+    return [link.either for link in links if link.either] or [OVERLAP]
+
+
+def _unknown_copies(request: Request, plan: Plan) -> list[str]:
+    """What decides about the seconds of copies to and from RAM and a disk."""
+    if not (plan.sharing.offloads or plan.offloads_activations):
+        return []
+    found = [host_link(request.machine).either or "copies beside computation, or between its parts"]
+    return [*found, *[DISK.either] * bool(plan.sharing.offloads and request.config.parallel.nvme_path)]
 
 
 def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work]:

@@ -14,12 +14,12 @@ PCIE4, PCIE5 = 16 * 2e9, 16 * 4e9  # bytes a second of 16 lanes
     ("name", "count", "slowest", "fastest", "either"),
     [
         ("H100 80GB", 8, 450e9, 450e9, ""),
-        ("RTX 3090", 2, 0.45 * PCIE4 / 2, 56.25e9, "with an NVLink bridge, or through RAM over PCIe 4.0 x 8"),
-        ("RTX 3090", 4, 0.25 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
-        ("RTX 4090", 2, 0.45 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
-        ("RTX 5090", 2, 0.45 * PCIE5 / 2, 0.55 * PCIE5, "through RAM over PCIe 5.0 x 16, or x 8"),
-        ("RTX 6000 Ada", 2, 0.45 * PCIE4 / 2, 0.85 * PCIE4, "over PCIe 4.0 x 16, or through RAM over PCIe 4.0 x 8"),
-        ("H100 PCIe", 8, 0.25 * PCIE5 / 2, 0.85 * PCIE5, "over PCIe 5.0 x 16, or through RAM over PCIe 5.0 x 8"),
+        ("RTX 3090", 2, 0.18 * PCIE4 / 2, 56.25e9, "with an NVLink bridge, or through RAM over PCIe 4.0 x 8"),
+        ("RTX 3090", 4, 0.18 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
+        ("RTX 4090", 2, 0.18 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
+        ("RTX 5090", 2, 0.18 * PCIE5 / 2, 0.55 * PCIE5, "through RAM over PCIe 5.0 x 16, or x 8"),
+        ("RTX 6000 Ada", 2, 0.18 * PCIE4 / 2, 0.85 * PCIE4, "over PCIe 4.0 x 16, or through RAM over PCIe 4.0 x 8"),
+        ("H100 PCIe", 8, 0.18 * PCIE5 / 2, 0.85 * PCIE5, "over PCIe 5.0 x 16, or through RAM over PCIe 5.0 x 8"),
     ],
 )  # fmt: skip
 def test_a_link_is_what_a_card_is_known_to_have_at_best_and_at_worst(name, count, slowest, fastest, either):
@@ -37,7 +37,7 @@ def test_what_the_driver_reports_leaves_less_open():
 
     assert links_of(here("NVLink x 4"), 2) == ((56.25e9, 56.25e9, ""),)
     [lanes] = links_of(here("PCIe 4.0 x 8"), 2)
-    assert (lanes.slowest, lanes.fastest) == pytest.approx((0.45 * PCIE4 / 2, 0.55 * PCIE4 / 2))
+    assert (lanes.slowest, lanes.fastest) == pytest.approx((0.18 * PCIE4 / 2, 0.55 * PCIE4 / 2))
     assert lanes.either == ""
     assert host_link(here("PCIe 4.0 x 8")) == (0.85 * PCIE4 / 2, 0.85 * PCIE4 / 2, "")
 

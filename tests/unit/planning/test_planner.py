@@ -22,8 +22,9 @@ from sft_play.planning.candidates.batch import BatchSplit
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.planning.speed.devices import profile_of
+from sft_play.planning.speed.devices import Collectives, profile_of, write_collectives
 from sft_play.planning.speed.measured_speed import Timing, speed_path, write_times
+from sft_play.planning.speed.profile import Curve
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture
@@ -263,7 +264,7 @@ def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_the
 
 @pytest.mark.thorough
 def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
-    rows = scaled_runs(run(effective_batch_size=16), what_if("A10"))
+    rows = scaled_runs(run(effective_batch_size=16), CPU)
     assert rows[0]["speed_up"] == 1
     # the calls of so small a model take as long for fewer rows
     assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
@@ -396,6 +397,26 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     second = planned(run(memory_gib=4), what_if("T4"))
     assert second.rows.most_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
+
+
+@pytest.mark.thorough
+def test_a_step_over_a_link_that_may_be_one_or_another_is_a_range_with_its_reason(tmp_path, monkeypatch):
+    pair = what_if("RTX 3090", 2)
+    config = run(mode="full", **DECIDED, effective_batch_size=4).changed({"parallel.engine": "ddp"})
+    plan = fastest_plan(Request(config, MODEL, FACTS, pair, 2), explain=False)
+    least, most = plan.step_seconds_range
+    assert least < plan.step_seconds == most
+    assert plan.step_seconds_range_reason == "with an NVLink bridge, or through RAM over PCIe 4.0 x 8"
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again.step_seconds_range == (least, most)
+    shown = " ".join(screen(plan_report(plan.to_json())).split())
+    assert " a step, " in shown and "with an NVLink bridge, or through RAM over PCIe 4.0 x 8" in shown
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    curve = Curve((1 << 14, 1 << 26), (1e-4, 1e-2))
+    write_collectives(pair.gpus[0].name, 2, Collectives(curve, curve, curve))
+    measured = fastest_plan(Request(config, MODEL, FACTS, replace(pair, what_if=False), 2), explain=False)
+    assert measured.step_seconds_range == (measured.step_seconds, measured.step_seconds)
+    assert measured.step_seconds_range_reason is None
 
 
 def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monkeypatch):

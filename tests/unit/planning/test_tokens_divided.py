@@ -12,6 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.gpus import what_if
+from sft_play.plan import Memory
 from sft_play.planning import planner
 from sft_play.planning.answers import advice, other_machines
 from sft_play.planning.answers.advice import Change, advise, plan_or_advise
@@ -184,7 +185,7 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
 
     def memories(request):
         fits = known[request.config.parallel.sequence_ranks] is not None
-        return [SimpleNamespace(fits=fits, process_bytes=2, budget_bytes=2, terms={"loss": 1})]
+        return [Memory(budget_bytes=2, peak_bytes=2, peak_phase="loss", terms={"loss": 1}, ran_out=not fits)]
 
     monkeypatch.setattr(planner, "leanest_memories", memories)
     asked = request(1, gpus=8, mlp_tiles="auto", gradient_checkpointing="auto")

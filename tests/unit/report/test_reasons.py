@@ -94,8 +94,8 @@ SENTENCES = [
     ),
     (
         Tiles(16, 16_512, "exceed"),
-        "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: of what is between their layers a tile "
-        "exists at a time, and is computed once more",
+        "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: one tile of intermediates is held at a time, "
+        "and recomputed in the backward pass",
     ),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (
@@ -193,7 +193,7 @@ SENTENCES = [
     ),
     (
         LayerKernels("liger", False, 97, GIB),
-        "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
+        "Liger's kernels are off until a run of enough steps has timed them on this GPU; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
     (

@@ -1,0 +1,73 @@
+"""What runs have found out about kernels: those that a probe timed on this device beside what was in use."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from sft_play.cache import entry, read_value, update_value
+from sft_play.config.schema import RunConfig
+from sft_play.parts import Activations, Sharing
+from sft_play.plan import Plan
+from sft_play.planning.speed.measured_speed import HALF_LIFE_S
+from sft_play.sizing.corrections import record_path
+from sft_play.units import format_duration
+
+LEAST_GAIN = 0.02  # of a step's time; what is faster by less may be so by chance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How kernels did beside those in use: seconds of a step of each, or what spoke against them."""
+
+    seconds: float | None = None
+    beside: float | None = None
+    spread: float = 0.0  # between steps of the same side, in seconds
+    problem: str = ""
+    at: float = 0.0  # seconds since 1970
+
+    @property
+    def share(self) -> float:
+        """Of the time that a step took with those in use; infinite if it could not be told."""
+        return self.seconds / self.beside if self.seconds and self.beside and not self.problem else math.inf
+
+    @property
+    def wins(self) -> bool:
+        """Whether they are faster by more than chance explains."""
+        beside = self.beside or 0.0
+        return (1 - self.share) * beside > max(self.spread, LEAST_GAIN * beside)
+
+    def said(self, label: str) -> str:
+        """What was found, in a line; the label is that of the kernels."""
+        if self.problem or not self.seconds or not self.beside:
+            return f"{label}: left out, since {self.problem}"
+        took = f"a step took {format_duration(self.seconds)} instead of {format_duration(self.beside)}"
+        return f"{label}: {took}{'' if self.wins else ', which is no clear gain'}"
+
+
+def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
+    """Where it is kept for all plans that a run may have instead of this one."""
+    sharing = Sharing(engine="", world_size=plan.sharing.world_size, machines=plan.sharing.machines)
+    whatever = replace(plan, sharing=sharing, activations=Activations(), kernels="own", compile=False)
+    return entry("kernels", record_path(architecture, device, config, whatever).name)
+
+
+def read_verdicts(path: Path, now: Callable[[], float] = time.time) -> dict[str, Verdict]:
+    """By name of kernels, in the file that `kernels_path` names; after a week they may be timed again."""
+    known = TypeAdapter(dict[str, Verdict]).validate_python(read_value(path) or {})
+    return {name: one for name, one in known.items() if now() - one.at < HALF_LIFE_S}
+
+
+def write_verdict(path: Path, name: str, verdict: Verdict, now: Callable[[], float] = time.time) -> None:
+    """Keeps what was found out about kernels."""
+    dated = asdict(replace(verdict, at=now()))
+    update_value(path, lambda known: known | {name: dated})
+
+
+def fastest_of(verdicts: Mapping[str, Verdict]) -> str | None:
+    """The kernels that won by most; None if none did."""
+    won = {name: one.share for name, one in verdicts.items() if one.wins}
+    return min(won, key=won.__getitem__, default=None)

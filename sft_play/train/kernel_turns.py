@@ -1,0 +1,218 @@
+"""Kernels take turns on the user's own device before training: the fastest that compute the same are taken.
+
+The steps are those of the probe, at the plan's micro-batch, with a learning rate of zero and the same random
+numbers: what differs between two of them is what computes norms, rotary embeddings and gated layers.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from sft_play.choices.kernels import LAYERS
+from sft_play.engines.registry import engine_of
+from sft_play.errors import first_line
+from sft_play.job import Job, request_of
+from sft_play.model.layer_forward import forward_of, replace_forward, replace_forwards
+from sft_play.plan import PROBED, Plan
+from sft_play.planning.allowed import estimator_of
+from sft_play.planning.budget import training_device
+from sft_play.planning.speed.clock import plan_clock
+from sft_play.planning.speed.timed_kernels import (
+    Verdict,
+    fastest_of,
+    kernels_path,
+    read_verdicts,
+    write_verdict,
+)
+from sft_play.sizing.architecture import text_of
+from sft_play.sizing.corrections import ProbeResult
+from sft_play.train.probe import as_it_was, fits_alone, let_go, run_steps, step_of_highest
+from sft_play.train.ranks import all_agree, from_all, from_main, now
+from sft_play.train.session import Session
+from sft_play.ui.console import console
+
+TURNS = 4  # steps of each side, in alternating order; the first one warms up
+SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads of 16 bits do (decision 0079)
+
+Forwards = Mapping[torch.nn.Module, Any]  # module -> the function by which it computes
+
+
+def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Plan | None:
+    """The plan with the kernels that were found to be faster, within so many seconds; None if none were.
+
+    All ranks must call it, and get the same. What was found is kept, so that no later run has to ask.
+    """
+    job, verdicts = session.job, dict[str, Verdict]()
+    cost = 2 * TURNS * result.step_seconds if result.step_seconds else math.inf
+    began, plans = time.monotonic(), from_main(lambda: plans_to_time(job)) if cost <= allowance else {}
+    for name in plans:
+        if not all_agree(time.monotonic() - began + cost <= allowance):
+            break
+        found = verdicts[name] = take_turns(session, name)
+        console().print(f"  timed: {found.said(LAYERS[name].label)}", style="dim")
+        if job.ranks.is_main:
+            write_verdict(_path(job), name, found)
+    winner = fastest_of(verdicts)
+    if winner is None:
+        return None
+    plan, why = plans[winner], verdicts[winner].said(LAYERS[winner].label)
+    return replace(plan, kernels_origin=PROBED, why=(*plan.why, f"timed here before step 1: {why}"))
+
+
+def _path(job: Job) -> Path:
+    device = training_device(job.machine).name
+    return kernels_path(text_of(job.architecture), device, job.config, job.plan)
+
+
+def plans_to_time(job: Job) -> dict[str, Plan]:
+    """Plans that differ in their kernels alone, are predicted to fit and were not timed lately, by kernels.
+
+    None where the config says which, in a run that goes on, or where ranks would wait for one that fails.
+    """
+    plan, found = job.plan, dict[str, Plan]()
+    several = plan.sharing.world_size > 1
+    together = several and (engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens)
+    decided = job.config.train.kernels != "auto" or plan.compile or job.checkpoint is not None
+    if decided or together or plan.memory is None:
+        return found
+    request, known = request_of(job), read_verdicts(_path(job))
+    for name, row in LAYERS.items():
+        runs = row.runs_on(plan.device, plan.compute_capability) and row.is_installed()
+        if runs and name != plan.kernels and name not in known:
+            other = replace(plan, kernels=name)
+            memory = estimator_of(request)(job.config, other, complete=True)
+            if memory.fits:
+                seconds = plan_clock(request)(job.config, other)
+                found[name] = replace(other, memory=memory, profile_seconds=seconds)
+    return found
+
+
+def take_turns(session: Session, name: str) -> Verdict:
+    """Times steps with these kernels and with those in use in turn; the session is left as it was.
+
+    All ranks must call it; the slowest of them counts.
+    """
+    trainer, plan = session.trainer, session.job.plan
+    model: Any = trainer.model
+    ours, theirs = both_forwards(model, name)
+    if not theirs:
+        return Verdict(problem="the model has no modules that they compute")
+    rows, turns = step_of_highest(session.rows.dataset, plan), _Turns((ours, theirs), trainer.args.device)
+    try:
+        with as_it_was(trainer):
+            alone = _fails_alone(session, rows, theirs) if plan.sharing.world_size > 1 else ""
+            problems = [each for each in from_all(alone) if each]
+            if problems or (problems := [each for each in from_all(_run(session, rows, turns)) if each]):
+                return Verdict(problem=problems[0])
+    finally:
+        switch(ours)
+    of_ranks = from_all(turns.seconds)
+    slowest = [np.max([each[side] for each in of_ranks], axis=0).tolist() for side in (0, 1)]
+    found = from_all(verdict_of(slowest, turns.values, tolerance_of(model, plan)))  # each has its own loss
+    return next((each for each in found if each.problem), found[0])
+
+
+def both_forwards(model: torch.nn.Module, name: str) -> tuple[Forwards, Forwards]:
+    """How the modules compute that other kernels serve: now, and by those. The model is left as it is."""
+    before = {module: forward_of(module) for module in model.modules() if callable(forward_of(module))}
+    replace_forwards(model, name)
+    theirs = {module: forward_of(module) for module in before if forward_of(module) != before[module]}
+    ours = {module: before[module] for module in theirs}
+    switch(ours)
+    return ours, theirs
+
+
+def switch(forwards: Forwards) -> None:
+    """Lets modules compute so."""
+    for module, forward in forwards.items():
+        replace_forward(module, forward)
+
+
+class _Turns(TrainerCallback):
+    """Lets two sides compute steps in turn; notes the seconds of each, its loss and its gradient norm."""
+
+    def __init__(self, sides: tuple[Forwards, Forwards], device: torch.device) -> None:
+        self.sides, self.device, self.steps = sides, device, 0
+        self.seconds: tuple[list[float], list[float]] = ([], [])
+        self.values: tuple[list[tuple[float, float]], ...] = ([], [])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        switch(self.sides[self.steps % 2])
+        torch.manual_seed(0)  # of dropout
+        self.began = now(self.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds[self.steps % 2].append(now(self.device) - self.began)
+        self.steps += 1
+
+    def note(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """In place of the trainer's log, which comes after the end of a step."""
+        if "loss" in logs:
+            self.values[(self.steps - 1) % 2].append((logs["loss"], logs.get("grad_norm", math.nan)))
+
+
+def _run(session: Session, rows: Dataset, turns: _Turns) -> str:
+    """Runs the steps; what went wrong, if no other rank is waiting."""
+    trainer: Any = session.trainer
+    trainer.args = copy.copy(trainer.args)
+    trainer.args.logging_steps = 1
+    trainer.begin_phase, trainer.log = lambda phase: None, turns.note
+    try:
+        run_steps(session, rows, turns, 2 * TURNS)
+    except Exception as error:  # whatever a compiler or a kernel raises
+        if session.job.plan.sharing.world_size > 1:
+            raise
+        return _problem(error)
+    finally:
+        del trainer.log
+        let_go(trainer, engine_of(session.job.plan.sharing.engine))
+    return ""
+
+
+def _fails_alone(session: Session, rows: Dataset, theirs: Forwards) -> str:
+    """What goes wrong in one forward and backward pass without the other ranks; "" if nothing."""
+    switch(theirs)
+    try:
+        return "" if fits_alone(session, rows) else "memory ran out"
+    except Exception as error:  # as in `_run`
+        return _problem(error)
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "memory ran out"
+    return f"they failed: {type(error).__name__}: {first_line(error)}"
+
+
+def tolerance_of(model: Any, plan: Plan) -> float:
+    """By how much loss and gradient norm may differ, as a share: by the order of sums, in fp32."""
+    if plan.precision.computed_in != "float32":
+        return SIXTEEN_BITS
+    config: Any = model.config.get_text_config()
+    rows = sum(weight.shape[-1] for weight in model.parameters() if weight.dim() > 1)
+    tokens = plan.rows.most_tokens
+    terms = 2 * (rows + 2 * tokens * config.num_hidden_layers) + config.vocab_size + tokens
+    return terms**0.5 * torch.finfo(torch.float32).eps
+
+
+def verdict_of(
+    seconds: Sequence[Sequence[float]], values: Sequence[Sequence[tuple[float, float]]], tolerance: float
+) -> Verdict:
+    """What steps say of the second of two sides: seconds, and losses with gradient norms, of each; pure."""
+    for place, what in enumerate(("loss", "gradient norm")):
+        ours, theirs = (side[-1][place] for side in values)
+        if not abs(theirs - ours) <= tolerance * abs(ours):  # NaN is not
+            return Verdict(problem=f"they compute something else: {what} {theirs:.6g} instead of {ours:.6g}")
+    beside, own = (side[1:] for side in seconds)
+    spread = max(max(side) - min(side) for side in (beside, own))
+    return Verdict(seconds=median(own), beside=median(beside), spread=spread)

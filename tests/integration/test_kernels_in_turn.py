@@ -1,0 +1,123 @@
+"""Before training, other kernels are timed beside those of the plan; here those of a CPU."""
+
+import sys
+import time
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor
+
+from sft_play.choices.kernels import LAYERS, LIBRARY
+from sft_play.job import request_of
+from sft_play.launch import accelerate
+from sft_play.model import layer_forward
+from sft_play.planning.answers.resumed import resumed_plan
+from sft_play.planning.speed.timed_kernels import read_verdicts
+from sft_play.runlog import RunDir, read_json
+from sft_play.train.kernel_turns import _path
+from tests.conftest import REPOSITORY
+from tests.integration.cli import make_workspace, sft
+from tests.integration.test_probe import ROWS, proven, sized
+from tests.jobs import make_job
+
+pytestmark = pytest.mark.thorough
+SETTINGS = dict(rows=ROWS, probe="search", batch_size=16, gradient_checkpointing=False)  # without rivals
+
+
+@pytest.fixture(autouse=True)
+def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path / "cache")))
+
+
+def with_norms(monkeypatch, act):
+    """The only other kernels are those with norms of our own after which `act(result, x)` is done."""
+
+    def norm_forward(module, x):
+        found = layer_forward.norm_forward(module, x)
+        return found if isinstance(x, FakeTensor) else act(found, x)
+
+    code = ModuleType("odd_kernels")
+    code.norm_forward, code.rotated, code.STAND_INS = norm_forward, layer_forward.rotated, {}
+    code.forward_for = layer_forward.forward_for
+    monkeypatch.setitem(sys.modules, code.__name__, code)
+    monkeypatch.delitem(LAYERS, LIBRARY.name)
+    row = replace(LIBRARY, name="odd", code=code.__name__, label="Odd kernels")
+    monkeypatch.setitem(LAYERS, "odd", row)
+
+
+def slow(found, x):
+    time.sleep(0.1)
+    return found
+
+
+def with_another_gradient(found, x):
+    return found + 0.05 * (x - x.detach())
+
+
+def out_of_memory(found, x):
+    raise torch.OutOfMemoryError("too much")
+
+
+def dies(found, x):
+    raise RuntimeError("the compiler gave up\nand more")
+
+
+@pytest.mark.parametrize(
+    ("act", "problem"),
+    [
+        (slow, ""),
+        (with_another_gradient, "they compute something else: gradient norm"),
+        (out_of_memory, "memory ran out"),
+        (dies, "they failed: RuntimeError: the compiler gave up"),
+    ],
+)
+def test_kernels_that_are_slower_or_wrong_or_fail_are_left_out_and_not_asked_again(
+    tiny_model, tmp_path, monkeypatch, capsys, act, problem
+):
+    with_norms(monkeypatch, act)
+    job = sized(make_job(tiny_model, tmp_path, "odd", **SETTINGS))
+    session, result = proven(job)
+    said = " ".join(capsys.readouterr().out.split())
+    assert session.job.plan.kernels == "own" and session.job.plan.kernels_origin is None
+    assert "timed: Odd kernels: " in said and problem in said
+    assert read_verdicts(_path(job))["odd"].problem.startswith(problem)
+    inputs = session.trainer.data_collator([session.rows.dataset[0]])
+    session.trainer.model(**inputs)  # by ours again: with the others it would fail
+    proven(job)
+    assert "timed: Odd kernels" not in capsys.readouterr().out
+
+
+def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
+    """Rank 0 alone would take those of transformers, which are slow on rank 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / "slowed_rank.py")
+    config = make_workspace(tmp_path / "work", tiny_model)
+    words = ("train.effective_batch_size=8", "train.gradient_checkpointing=false", "train.max_steps=2")
+    more = ("--processes", "2", "--engine", "ddp", "train.probe=search", "eval.generate=false")
+    done = sft("train", "--config", config, *words, *more)
+    assert done.code == 0, done.err
+    assert "timed: The passes of transformers: a step took" in done.out and "no clear gain" in done.out
+    assert read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]["kernels"] == "own"
+
+
+def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_on(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
+    """Ours are slowed down; so those of transformers win."""
+    forward = layer_forward.norm_forward
+    monkeypatch.setattr(layer_forward, "norm_forward", lambda module, x: slow(forward(module, x), x))
+    job = sized(make_job(tiny_model, tmp_path, "faster", **SETTINGS))
+    asked = sized(make_job(tiny_model, tmp_path, "asked", kernels="own", **SETTINGS))
+    session, result = proven(job)
+    plan = session.job.plan
+    assert (plan.kernels, plan.kernels_origin) == ("library", "probe")
+    assert any("timed here before step 1: The passes of transformers" in why for why in plan.why)
+    assert result.fits(plan) and plan.step_seconds == result.step_seconds
+    again = sized(make_job(tiny_model, tmp_path, "again", **SETTINGS)).plan
+    assert (again.kernels, again.kernels_origin) == ("library", "probe")
+    assert resumed_plan(request_of(job), job.plan).kernels == "own"
+    assert resumed_plan(request_of(job), plan).kernels == "library"
+    capsys.readouterr()
+    assert proven(asked)[0].job.plan.kernels == "own" and "timed: The" not in capsys.readouterr().out

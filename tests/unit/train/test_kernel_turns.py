@@ -1,0 +1,56 @@
+"""What steps of two kernels in turn say of the second."""
+
+import math
+
+import pytest
+
+from sft_play.planning.speed.timed_kernels import Verdict, fastest_of, read_verdicts, write_verdict
+from sft_play.train.kernel_turns import verdict_of
+
+SAME = [[(2.0, 1.0)], [(2.0, 1.0)]]
+WEEK_S = 7 * 24 * 3600.0
+
+
+def turns(beside, own, values=SAME, tolerance=1e-5):
+    """The first step of each side warms up."""
+    return verdict_of([[9.0, *beside], [9.0, *own]], values, tolerance)
+
+
+def test_kernels_win_by_more_than_the_spread_of_either_side_and_never_by_less_than_two_percent():
+    assert turns([1.0, 1.0, 1.0], [0.97, 0.97, 0.97]).wins
+    assert not turns([1.0, 1.0, 1.0], [0.99, 0.99, 0.99]).wins
+    assert not turns([0.95, 1.0, 1.05], [0.93, 0.93, 0.93]).wins
+    assert not turns([1.0, 1.0, 1.0], [0.8, 0.9, 1.1]).wins
+    assert not turns([1.0, 1.0, 1.0], [1.5, 1.5, 1.5]).wins
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ((2.001, 1.0), "they compute something else: loss 2.001 instead of 2"),
+        ((2.0, 1.05), "they compute something else: gradient norm 1.05 instead of 1"),
+        ((2.0, math.nan), "they compute something else: gradient norm nan instead of 1"),
+    ],
+)
+def test_what_computes_something_else_is_refused_with_both_numbers_however_fast(theirs, said):
+    found = turns([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [[(2.0, 1.0)], [theirs]])
+    assert found.problem == said and not found.wins
+    assert found.said("Kernels") == f"Kernels: left out, since {said}"
+
+
+def test_the_fastest_that_won_is_taken_and_asked_again_after_a_week(tmp_path):
+    path = tmp_path / "kernels"
+    tried = {
+        "slower": Verdict(seconds=2.0, beside=1.0),
+        "good": Verdict(seconds=0.8, beside=1.0),
+        "best": Verdict(seconds=1.4, beside=2.0),
+        "wrong": Verdict(problem="memory ran out"),
+    }
+    for name, verdict in tried.items():
+        write_verdict(path, name, verdict, now=lambda: 0.0)
+    known = read_verdicts(path, now=lambda: 0.9 * WEEK_S)
+    assert set(known) == set(tried) and fastest_of(known) == "best"
+    assert read_verdicts(path, now=lambda: 1.1 * WEEK_S) == {}
+    assert fastest_of({"slower": tried["slower"], "wrong": tried["wrong"]}) is None
+    assert tried["good"].said("Kernels") == "Kernels: a step took 800 ms instead of 1.0 s"
+    assert tried["slower"].said("Kernels").endswith("which is no clear gain")
