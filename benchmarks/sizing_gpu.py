@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     worst = found["worst_under_prediction_of_reserved"]
     if worst is not None:
         console().print(
-            f"reserved memory is under-predicted by at most {worst:.4%}: set this in MEASURED_ERRORS in "
+            f"reserved memory is under-predicted by at most {worst:.4%}: set this in GPU_ERRORS in "
             "sft_play/sizing/budget.py"
         )
     path = results / "sizing_gpu.json"

@@ -95,6 +95,27 @@ def _one_pass(
     )
 
 
+def fused(work: Work) -> Work:
+    """The work of a model whose layers are compiled: a chain of element-wise operations is one kernel.
+
+    Nothing between them is written, so of those of a layer that run one after the other, the one that moves
+    most bytes stands for all. What products and attention read and write is not fused with them.
+    """
+    kinds, moved = work.kinds[work.order], work.sizes[work.order, BYTES]
+    light = np.isin(kinds, (FREE, ELEMENTWISE, IN_PLACE, TRANSCENDENTAL)) & (work.layers >= 0)
+    begins = np.r_[True, (np.diff(work.layers) != 0) | (light[1:] != light[:-1])] | ~light
+    begins[work.backward_from : work.backward_from + 1] = True
+    chain = np.cumsum(begins)  # of each operation; one that is not fused is alone in its own
+    last = np.lexsort((moved, chain))  # by chain, the largest at its end
+    kept = np.sort(last[np.r_[np.diff(chain[last]) != 0, True]])
+    return replace(
+        work,
+        order=work.order[kept],
+        layers=work.layers[kept],
+        backward_from=int(np.searchsorted(kept, work.backward_from)),
+    )
+
+
 def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:
     """What turns the growth of sizes between traces into slopes, [traces - 1, 2].
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
-from sft_play.sizing.budget import ASSUMED_CONTEXT
+from sft_play.sizing.budget import CONTEXTS
 
 # The start of the names of the series that were measured on a GPU.
 GPUS = {
@@ -72,7 +72,8 @@ def gpu_proofs(folder: Path = RESULTS / "gpu") -> str:
 
 
 def steps_on_a_gpu() -> str:
-    """Our own steps on a GPU: bytes of tensors, predicted and measured, and the error of what is reserved."""
+    """Our own steps on a GPU: bytes of tensors, and errors of what is reserved and of the whole process."""
+    context = CONTEXTS[9, 0]
     rows = [
         [
             row["key"],
@@ -80,10 +81,17 @@ def steps_on_a_gpu() -> str:
             f"{row['measured']['peak']:,}",
             signed(row["error"], 4),
             signed(row["error_reserved"], 2),
+            signed(
+                (row["predicted"]["reserved"] + context)
+                / (row["measured"]["reserved"] + row["measured"]["outside_allocator"])
+                - 1,
+                2,
+            ),
         ]
         for row in results("gpu/NVIDIA-H200-x1")["steps"]
     ]
-    return table(("step", "bytes predicted", "measured", "error", "of reserved bytes"), rows)
+    head = ("step", "bytes predicted", "measured", "error", "of reserved bytes", "of the process")
+    return table(head, rows)
 
 
 def run_on_a_gpu() -> str:
@@ -102,11 +110,14 @@ def run_on_a_gpu() -> str:
 
 
 def outside_on_a_gpu() -> str:
-    """What those steps took outside of the allocator, beside what plans assume."""
+    """What those steps took outside of the allocator, beside what plans take on such a GPU."""
     steps = results("gpu/NVIDIA-H200-x1")["steps"]
     found = [step["measured"]["outside_allocator"] for step in steps]
-    low, high, assumed = (round(size / MIB) for size in (min(found), max(found), ASSUMED_CONTEXT))
-    return f"Outside of PyTorch's allocator, the steps took {low} to {high} MiB; plans assume {assumed}."
+    low, high, planned = (round(size / MIB) for size in (min(found), max(found), CONTEXTS[9, 0]))
+    return (
+        f"Outside of PyTorch's allocator, the steps took {low} to {high} MiB; plans for such a GPU count "
+        f"{planned} until a probe has measured it."
+    )
 
 
 def speeds_on_a_gpu() -> str:
@@ -127,6 +138,27 @@ def speeds_on_a_gpu() -> str:
         for turn in results("gpu/NVIDIA-H200-x1")["turns"]
     ]
     return table(("step", "tokens/s without padding", "MFU", "allocated peak"), rows)
+
+
+def seconds_on_a_gpu() -> str:
+    """Seconds of our own steps on a GPU, and what its data sheet predicts for each of them."""
+    tree = results("gpu/NVIDIA-H200-x1")
+    names = {"sft-play": "packed", "liger": "packed, Liger's kernels", "compiled": "packed, compiled"}
+    rows = []
+    for turn in tree["turns"]:
+        sheet = turn.get("data_sheet_step_seconds", ())
+        for tokens, measured, found in zip(
+            turn.get("step_tokens", ())[1:], turn["step_seconds"][1:], sheet, strict=len(sheet) > 0
+        ):
+            what = f"{turn['course'].removesuffix(', packed')}, {names[turn['side']]}"
+            cells = [f"{tokens:,}", f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
+            rows.append([what, *cells])
+    run = tree["run"]
+    measured, found = run["measured_step_seconds"], run["data_sheet_step_seconds"]
+    mean = f"{run['tokens_per_second'] * measured:,.0f}"
+    cells = [mean, f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
+    rows.append(["LoRA 8B, the whole run, mean", *cells])
+    return table(("step", "tokens", "seconds measured", "predicted by the data sheet", "error"), rows)
 
 
 def compiled_on_a_cpu() -> str:

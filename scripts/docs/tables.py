@@ -30,6 +30,7 @@ from scripts.docs.memory_tables import (
     reserved,
     reserved_open,
     run_on_a_gpu,
+    seconds_on_a_gpu,
     speeds_on_a_gpu,
     steps_on_a_gpu,
 )
@@ -362,6 +363,7 @@ TABLES = {
     "steps-on-a-gpu": steps_on_a_gpu,
     "run-on-a-gpu": run_on_a_gpu,
     "outside-on-a-gpu": outside_on_a_gpu,
+    "seconds-on-a-gpu": seconds_on_a_gpu,
     "speeds-on-a-gpu": speeds_on_a_gpu,
     "reserved": reserved,
     "reserved-open": reserved_open,

@@ -12,7 +12,7 @@ from sft_play.machine.host import asked_threads
 from sft_play.plan import Device
 from sft_play.reasons.evidence import Assumed, GuardKept, MemoryLimit, PredictionErrors, UnknownCapability
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
+from sft_play.sizing.budget import GPU_ERRORS, PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
 from sft_play.sizing.corrections import read_overhead
 from sft_play.sizing.step import ASSUMED_CAPABILITY
 from sft_play.units import GIB, counted, format_bytes
@@ -85,7 +85,7 @@ def memory_device(
             usable,
             world_size=processes,
             compute_capability=device.compute_capability,
-            context_bytes=read_overhead(device.name, processes),
+            context_bytes=read_overhead(device.name, machine.driver, processes),
             expandable=has_expandable_segments(),
             quantized=config.tuning.mode == "qlora",
             host=host_budget(free_ram, min(processes, len(machine.gpus))),
@@ -113,7 +113,8 @@ def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: 
     capability, quantized = training_device(machine).compute_capability, config.tuning.mode == "qlora"
     if capability is not None:
         runs, errors = PUBLISHED_ERRORS.get((capability, quantized), (0, {}))
-        found.append(PredictionErrors(capability, quantized, runs, tuple(errors.items())))
+        if runs or capability not in GPU_ERRORS:
+            found.append(PredictionErrors(capability, quantized, runs, tuple(errors.items())))
     elif machine.gpus:
         found.append(UnknownCapability(ASSUMED_CAPABILITY))
     return found

@@ -198,7 +198,7 @@ class Unproven(Reason):
 
 
 class CompiledLayers(Reason):
-    """Whether torch.compile compiles the decoder layers, which the prediction does not count on."""
+    """Whether torch.compile compiles the decoder layers; the prediction of memory does not count on it."""
 
     compiled: Literal["on", "off", "float8"]
 
@@ -212,8 +212,8 @@ class CompiledLayers(Reason):
         if self.compiled == "float8":
             also, not_so = " and multiply in float8", "do neither"
         return (
-            f"layers are compiled{also}, as set in the config; memory and seconds are predicted for layers "
-            f"that {not_so}, and the first step takes longer"
+            f"layers are compiled{also}, as set in the config; memory is predicted for layers that {not_so}, "
+            "seconds on a GPU with element-wise operations fused; the first step takes longer"
         )
 
 

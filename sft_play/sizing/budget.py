@@ -21,10 +21,11 @@ CUDA_GRANULARITY = 512  # PyTorch's allocator rounds each block up to a multiple
 # After CublasHandlePool.cpp; one workspace for the forward thread and one for the backward thread.
 HOPPER_WORKSPACE, OTHER_WORKSPACE, HANDLES = 32 * MIB, 8 * MIB + 128 * 1024, 2
 
-# Not every GPU has published figures. Context: 141 MiB on a Tesla T4, the same in all runs of four series
-# (benchmarks/evidence); elsewhere 287 MB with lazy loading (pytorch #86509), 426 MiB (unsloth-zoo #1053).
+# Before a probe has measured it. Context: 141 MiB on a Tesla T4, the same in all runs of four series
+# (benchmarks/evidence), 751 to 753 MiB on an H200 with driver 580 and CUDA 13 (benchmarks/results/gpu);
+# elsewhere 287 MB with lazy loading (pytorch #86509), 426 MiB (unsloth-zoo #1053).
 # Communicator: 544 and 688 MB on A100 (nccl #964), 1.06 GB on 8 H100 (nccl #1685).
-CONTEXTS = {(7, 5): 141 * MIB}
+CONTEXTS = {(7, 5): 141 * MIB, (9, 0): 753 * MIB}
 ASSUMED_CONTEXT, ASSUMED_COMMUNICATOR = 500 * MIB, 700 * MIB
 # RAM of a process on a GPU besides tensors: 412 MiB were measured on a CPU, and CUDA's share is a guess.
 ASSUMED_RAM = 3 * GIB
@@ -37,12 +38,10 @@ class MeasuredError(NamedTuple):
     where: str
 
 
-# cpu: allocated bytes, benchmarks/results/sizing_cpu.json
-# cuda: reserved bytes, benchmarks/results/sizing_gpu.json
-MEASURED_ERRORS: dict[str, MeasuredError | None] = {
-    "cpu": MeasuredError(0.0141, "288 steps of small models on a CPU, the worst of them in bf16"),
-    "cuda": None,
-}
+# Of a CPU: allocated bytes, benchmarks/results/sizing_cpu.json
+CPU_ERROR = MeasuredError(0.0141, "288 steps of small models on a CPU, the worst of them in bf16")
+# Of one process on a GPU, by compute capability: reserved bytes, benchmarks/results/gpu
+GPU_ERRORS = {(9, 0): MeasuredError(0.0053, "7 steps on an H200")}
 # By compute capability, and whether weights are quantized while they are loaded (NF4): the number of
 # published runs with fixed segments, and the lowest and highest relative error of what they measured;
 # negative if the prediction was too low. From benchmarks/results/evidence.json, compared by
@@ -69,7 +68,9 @@ class Guard:
     why: str
 
 
-def guard(kind: str, free_bytes: int, *, loose: bool = False) -> Guard:
+def guard(
+    kind: str, free_bytes: int, *, loose: bool = False, measured_on: tuple[int, int] | None = None
+) -> Guard:
     """The part of the free memory that a plan must not use.
 
     Args:
@@ -77,8 +78,9 @@ def guard(kind: str, free_bytes: int, *, loose: bool = False) -> Guard:
         free_bytes: free memory before the process starts.
         loose: whether reserved bytes are known less well: 4-bit weights in segments of fixed size, where
             holes that loading leaves can only be filled by what fits.
+        measured_on: the compute capability whose `GPU_ERRORS` count, if there are any; None for no such.
     """
-    share, why = _share(kind, MEASURED_ERRORS[kind])
+    share, why = _cpu_share() if kind == "cpu" else _gpu_share(measured_on)
     if loose and share < LOOSE_SHARE:
         share = LOOSE_SHARE
         why = f"{share:.1%}, the most by which published 4-bit runs with fixed segments exceeded predictions"
@@ -87,13 +89,18 @@ def guard(kind: str, free_bytes: int, *, loose: bool = False) -> Guard:
     return Guard(int(share * free_bytes), why)
 
 
-def _share(kind: str, measured: MeasuredError | None) -> tuple[float, str]:
+def _cpu_share() -> tuple[float, str]:
+    share = max(UNMEASURED_SHARE, SAFETY * CPU_ERROR.worst)
+    why = f"{share:.1%} for memory that Python and its libraries use outside of PyTorch"
+    return share, f"{why}; measured prediction errors are at most {CPU_ERROR.worst:.2%}"
+
+
+def _gpu_share(measured_on: tuple[int, int] | None) -> tuple[float, str]:
+    measured = GPU_ERRORS.get(measured_on) if measured_on else None
     if measured is None:
-        return UNMEASURED_SHARE, f"a conservative {UNMEASURED_SHARE:.0%}, since no GPU benchmark has been run"
-    share = max(UNMEASURED_SHARE if kind == "cpu" else LEAST_SHARE, SAFETY * measured.worst)
-    if kind == "cpu":
-        why = f"{share:.1%} for memory that Python and its libraries use outside of PyTorch"
-        return share, f"{why}; measured prediction errors are at most {measured.worst:.2%}"
+        why = "since prediction errors of such runs have not been measured on such a GPU"
+        return UNMEASURED_SHARE, f"a conservative {UNMEASURED_SHARE:.0%}, {why}"
+    share = max(LEAST_SHARE, SAFETY * measured.worst)
     return share, f"{share:.1%}, from under-predictions of at most {measured.worst:.2%} in {measured.where}"
 
 
@@ -162,7 +169,8 @@ def device_budget(
         host: the RAM of the GPU's machine.
         threads: of the process, on a CPU.
     """
-    kept_free = guard(kind, free_bytes, loose=quantized and not expandable)
+    alone = compute_capability if world_size == 1 and expandable else None  # all that was measured
+    kept_free = guard(kind, free_bytes, loose=quantized and not expandable, measured_on=alone)
     if kind == "cpu":
         usable = free_bytes - kept_free.bytes
         return DeviceBudget(kind=kind, budget_bytes=usable, guard=kept_free, threads=threads)

@@ -206,19 +206,19 @@ def run_ratios(
     return found
 
 
-def _overhead_path(device: str, world_size: int) -> Path:
-    return entry("overhead", device, world_size > 1, installed_versions())
+def _overhead_path(device: str, driver: str | None, world_size: int) -> Path:
+    return entry("overhead", device, driver, world_size > 1, installed_versions())
 
 
-def write_overhead(device: str, world_size: int, size: int) -> None:
+def write_overhead(device: str, driver: str | None, world_size: int, size: int) -> None:
     """Stores how much of this GPU a process used outside the allocator; the maximum so far is kept."""
-    path = _overhead_path(device, world_size)
+    path = _overhead_path(device, driver, world_size)
     update_value(path, lambda known: {"bytes": max(size, known.get("bytes", 0))})
 
 
-def read_overhead(device: str, world_size: int) -> int | None:
-    """Bytes of context, kernels and communicator that an earlier probe measured on this kind of GPU."""
-    return (read_value(_overhead_path(device, world_size)) or {}).get("bytes")
+def read_overhead(device: str, driver: str | None, world_size: int) -> int | None:
+    """Bytes of context, kernels and communicator that a probe measured on such a GPU with this driver."""
+    return (read_value(_overhead_path(device, driver, world_size)) or {}).get("bytes")
 
 
 def corrected(memory: Memory, ratios: Ratios) -> Memory:

@@ -58,12 +58,13 @@ def probe(session: Session) -> ProbeResult:
             with spinner("  probe: two steps and an evaluation at the largest batch"):
                 result = ProbeResult.of_all(from_all(_measure(session, rows)))
     if session.job.ranks.is_main:
-        path, device = correction_path(session.job, plan), training_device(session.job.machine).name
+        path, machine = correction_path(session.job, plan), session.job.machine
         write_record(path, plan, result)
         if result.ran_out:
             write_ran_out(path, plan)
         if result.overhead_bytes:
-            write_overhead(device, plan.sharing.world_size, result.overhead_bytes)
+            device = training_device(machine).name
+            write_overhead(device, machine.driver, plan.sharing.world_size, result.overhead_bytes)
     trainer.accelerator.wait_for_everyone()
     return result
 

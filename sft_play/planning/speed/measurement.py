@@ -54,6 +54,9 @@ TURNS = 32
 TRAINER_CALLS = 1100
 TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 WIDTH, HEAD_DIM = 512, 64  # of the measured attention
+# Attention on a GPU has the tokens of a micro-batch, since a short sequence alone occupies a part of it, and
+# a weight is large enough to take longer than its launch.
+ATTENDED, UNPACKED_SIDE = {"cpu": 1, "cuda": 8192}, {"cpu": 1024, "cuda": 8192}
 TINY: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
 )
@@ -287,13 +290,14 @@ def _attention(clock: Stopwatch) -> tuple[Curve, Curve]:
     attention.register()  # turns off the kernel that training does not use
     attend = torch.nn.functional.scaled_dot_product_attention
     for tokens in lengths:
-        shape = (1, WIDTH // HEAD_DIM, tokens, HEAD_DIM)
+        rows = max(1, ATTENDED[clock.device.type] // tokens)
+        shape, each = (rows, WIDTH // HEAD_DIM, tokens, HEAD_DIM), rows * tokens * WIDTH
         q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
         out = attend(q, k, v, is_causal=True)
         ones = torch.ones_like(out)
-        forward.append(clock.least(lambda: attend(q, k, v, is_causal=True)) / tokens / WIDTH)  # noqa: B023
+        forward.append(clock.least(lambda: attend(q, k, v, is_causal=True)) / each)  # noqa: B023
         gradients = lambda: torch.autograd.grad(out, (q, k, v), ones, retain_graph=True)  # noqa: B023, E731
-        backward.append(clock.least(gradients) / tokens / WIDTH)
+        backward.append(clock.least(gradients) / each)
     return Curve(lengths, tuple(forward)), Curve(lengths, tuple(backward))
 
 
@@ -316,7 +320,9 @@ def _fresh(clock: Stopwatch) -> float:
 
 def _unpacking(clock: Stopwatch) -> float:
     """Seconds to unpack a 4-bit weight; those of a copy if bitsandbytes cannot do it here."""
-    weights = torch.randn(1024, 1024, device=clock.device)
+    side = UNPACKED_SIDE[clock.device.type]
+    dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
+    weights = torch.randn(side, side, device=clock.device, dtype=dtype)
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 

@@ -37,8 +37,13 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is ti
 MATRIX_SHARE, BANDWIDTH_SHARE = 0.7, 0.8  # of the data sheet's figures, reached by large products and copies
 BEST_SHARE = 0.9  # of the rate that the best shape has been measured at, reached by other large products
 # Of the data sheet's figure, by FlashAttention 2, from this compute capability on: 50% to 73% on an A100
-# (arXiv 2307.08691), 35% on an H100 (arXiv 2407.08608). Before, by other kernels: an assumption.
-ATTENTION_SHARES = {(0, 0): 0.42, (8, 0): 0.6, (9, 0): 0.35}
+# (arXiv 2307.08691). Before, by other kernels: an assumption.
+ATTENTION_SHARES = {(0, 0): 0.42, (8, 0): 0.6}
+# From (9, 0) on by the tokens of a sequence, forward (causal) and backward (all pairs): TFLOP/s on an H100 of
+# 989 with heads of 128, from the figures of arXiv 2407.08608. Shorter ones take as long per token as 512.
+ATTENTION_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+HOPPER_ATTENTION = {False: (191, 260, 298, 319, 333, 335), True: (214, 260, 291, 310, 318, 322)}
+HOPPER_TFLOPS = 989
 SOURCES = {
     ("cpu", False): "assumed",
     ("cuda", False): "derived from the data sheet",
@@ -52,6 +57,7 @@ CALL_S = {"cuda": (9e-6, 6e-6), "cpu": (6e-6, 3e-6)}
 # Per element and step, in fp32: clipping (2 reads, 1 write of the gradient) and AdamW (4 reads, 3 writes).
 UPDATE_BYTES = 40
 SIDES = {"cpu": (8, 64, 512, 2048), "cuda": (16, 128, 1024, 8192)}  # of measured products
+ITEMSIZE = (4, 2, 2)  # bytes of a number of each of DTYPES
 FRESH_FROM = 32 << 20  # bytes; glibc keeps smaller blocks for reuse
 LENGTHS = (64, 256, 1024, 4096)  # tokens of measured sequences
 # Share of the CPU. With more of it in use by other programs, figures can be several times too long.
@@ -83,6 +89,11 @@ class Curve:
         within = np.clip(size, self.sizes[0], self.sizes[-1])
         found = np.exp(np.interp(np.log(within), np.log(self.sizes), np.log(seconds)))
         return found * np.maximum(1, size / self.sizes[-1])
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds of each unit of the largest size, which take no longer to begin."""
+        return self.seconds[-1] / self.sizes[-1]
 
     @classmethod
     def of(cls, sizes: Sequence[int], seconds: Callable[[int], float]) -> "Curve":
@@ -180,7 +191,10 @@ class DeviceProfile:
         for index, name in enumerate(DTYPES):
             here = (kinds == PRODUCT) & (work.dtypes == index)
             grid = self.products.get(name) or next(iter(self.products.values()))
-            spent[here] = grid.at(sizes[here, M], sizes[here, N], sizes[here, K])
+            m, n, k = (sizes[here, column] for column in (M, N, K))
+            # a product that is added to its result reads that too, which a grid of plain products does not
+            read = sizes[here, BYTES] - ITEMSIZE[index] * (m * n + m * k + n * k)
+            spent[here] = grid.at(m, n, k) + np.maximum(0, read) * self.elementwise.per_byte
         spent += self.fresh_byte_s * np.where(sizes[:, FRESH] >= FRESH_FROM, sizes[:, FRESH], 0)
         spent *= sizes[:, TIMES]
         calls = sizes[:, TIMES].copy()
@@ -271,6 +285,16 @@ def product_seconds(
     return seconds
 
 
+def attention_share(compute_capability: tuple[int, int], tokens: int, *, backward: bool) -> float:
+    """The share of the data sheet's FLOP/s that attention reaches with sequences of so many tokens."""
+    if compute_capability < (9, 0):
+        return next(
+            share for since, share in reversed(ATTENTION_SHARES.items()) if compute_capability >= since
+        )
+    rate = np.interp(np.log(tokens), np.log(ATTENTION_LENGTHS), HOPPER_ATTENTION[backward])
+    return float(rate) / HOPPER_TFLOPS * min(1.0, tokens / ATTENTION_LENGTHS[0])
+
+
 def derived_from_data_sheet(
     device: str,
     kind: str,
@@ -287,13 +311,14 @@ def derived_from_data_sheet(
     measured on such a device.
     """
     rate = BEST_SHARE * best_flops if best_flops else MATRIX_SHARE * flops
-    attention = next(
-        share * flops for since, share in reversed(ATTENTION_SHARES.items()) if compute_capability >= since
-    )
     stream, least = BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
 
     def attended(passes: float) -> Callable[[int], float]:
-        return lambda tokens: max(passes * 2 * tokens / attention, passes * 8 / stream)
+        def seconds(tokens: int) -> float:
+            rate = flops * attention_share(compute_capability, tokens, backward=passes > 1)
+            return passes * max(2 * tokens / rate, 8 / stream)
+
+        return seconds
 
     streaming = Curve.of(STRETCHES, lambda size: least + size / stream)
     forward, backward = CALL_S[kind]

@@ -168,7 +168,7 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
     plans = [
         planned(config_of(tuning=FULL, float8=on), what_if("H100", 2), processes=2) for on in (False, True)
     ]
-    assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
+    assert plans[0].memory == plans[1].memory and plans[0].step_seconds > plans[1].step_seconds
     assert [line for line in plans[1].why if "float8" in line or "compiled" in line] == [
         "layers are compiled and multiply in float8, as set in the config; memory and seconds are predicted for "
         "layers that do neither, and the first step takes longer"
@@ -177,16 +177,16 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes):
+def test_the_plan_has_the_memory_of_layers_that_are_not_compiled_and_fused_seconds(processes):
     machine = what_if("RTX 4090", processes)
     plans = [planned(config_of(compile=on), machine, processes=processes) for on in (False, True)]
     said = [[line for line in plan.why if "compiled" in line] for plan in plans]
     assert said == [
         ["layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them"],
-        ["layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
-         "not, and the first step takes longer"],
+        ["layers are compiled, as set in the config; memory is predicted for layers that are not, seconds on a "
+         "GPU with element-wise operations fused; the first step takes longer"],
     ]  # fmt: skip
-    assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
+    assert plans[0].memory == plans[1].memory and plans[0].step_seconds > plans[1].step_seconds
 
 
 @pytest.mark.thorough

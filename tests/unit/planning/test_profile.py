@@ -12,7 +12,7 @@ from sft_play.planning.speed.profile import (
     ProductGrid,
     derived_from_data_sheet,
 )
-from sft_play.work import ATTENTION, ELEMENTWISE, PRODUCT, Work
+from sft_play.work import ATTENTION, ELEMENTWISE, PRODUCT, Work, fused
 from tests.unit.sizing.handmade import NO_WORK
 
 H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
@@ -71,6 +71,38 @@ def test_attention_is_paid_by_the_lengths_of_the_sequences():
         quiet.micro_batch_seconds(attends, MicroBatch(4096, n * (4096 // n) ** 2))[0] for n in (1, 4)
     )
     assert one == pytest.approx(4 * four, rel=1e-6)
+
+
+def test_a_product_that_is_added_to_its_result_reads_that_too():
+    m, n, k = 8000, 14000, 16
+    plain, added = (
+        H100.seconds(work((PRODUCT, m, n, k, 2 * (m * n + m * k + n * k + more))), MicroBatch(m, m))[1][0]
+        for more in (0, m * n)
+    )
+    assert added - plain == pytest.approx(2 * m * n / (0.8 * 3.35e12), rel=0.2)
+
+
+def test_attention_on_hopper_is_slower_the_shorter_sequences_are_as_published():
+    h100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12, compute_capability=(9, 0))
+    for curve, passes, rates in (
+        (h100.attention, 1, {1024: 260e12, 4096: 319e12}),
+        (h100.attention_backward, 2.5, {1024: 260e12, 4096: 310e12}),
+    ):
+        for tokens, rate in rates.items():
+            assert curve.at(np.array(tokens)) == pytest.approx(passes * 2 * tokens / rate, rel=0.01)
+        assert curve.at(np.array(64)) == curve.at(np.array(256)) < curve.at(np.array(1024))
+
+
+def test_compiled_element_wise_operations_are_one_kernel_for_each_chain():
+    steps = [(PRODUCT, 64, 64, 64, 0), (ELEMENTWISE, 0, 0, 0, 3e6), (ELEMENTWISE, 0, 0, 0, 7e6)]
+    steps += [(ELEMENTWISE, 0, 0, 0, 5e6), (PRODUCT, 64, 64, 64, 0), (ELEMENTWISE, 0, 0, 0, 1e6)]
+    layer = replace(work(*steps, backward_from=3), layers=np.array([0, 0, 0, 0, 0, -1]))
+    found = fused(replace(layer, order=np.array([0, 1, 2, 3, 4, 5])))
+    assert found.order.tolist() == [0, 2, 3, 4, 5] and found.backward_from == 2
+    two = replace(layer, layers=np.array([0, 0, 1, 1, 1, 1]), backward_from=6)
+    assert fused(two).order.tolist() == [0, 1, 2, 4, 5]
+    outside = replace(layer, layers=np.full(6, -1))
+    assert fused(outside).order.tolist() == layer.order.tolist()
 
 
 def test_a_cpu_adds_what_a_gpu_does_at_the_same_time():

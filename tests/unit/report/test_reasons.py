@@ -202,13 +202,13 @@ SENTENCES = [
     ),
     (
         CompiledLayers("on"),
-        "layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
-        "not, and the first step takes longer",
+        "layers are compiled, as set in the config; memory is predicted for layers that are not, seconds on a "
+        "GPU with element-wise operations fused; the first step takes longer",
     ),
     (
         CompiledLayers("float8"),
-        "layers are compiled and multiply in float8, as set in the config; memory and seconds are predicted "
-        "for layers that do neither, and the first step takes longer",
+        "layers are compiled and multiply in float8, as set in the config; memory is predicted for layers that "
+        "do neither, seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
 ]
 

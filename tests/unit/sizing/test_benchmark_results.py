@@ -20,7 +20,7 @@ from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
 from sft_play.sizing import budget
 from sft_play.sizing.estimator import Traces
-from sft_play.units import GIB
+from sft_play.units import GIB, MIB
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 GPU_TARGETS = {"median": 0.01, "p95": 0.03}
@@ -114,23 +114,30 @@ def test_published_figures_are_predicted_as_committed():
         assert predicted == pytest.approx(known[what], rel=1e-4), what
 
 
-def assert_covers(kind: str, worst: float) -> None:
+def assert_covers(known: budget.MeasuredError, worst: float, kept_free: budget.Guard) -> None:
     """The committed figure is the measured one, and the guard covers it with the stated safety factor."""
-    known = budget.MEASURED_ERRORS[kind]
-    assert known is not None and worst <= known.worst <= 1.05 * worst + 1e-6, (
-        f"budget.MEASURED_ERRORS[{kind!r}]: write worst={worst:.4g}"
-    )
-    assert budget.guard(kind, 80 * GIB).bytes >= budget.SAFETY * worst * 80 * GIB
+    assert worst <= known.worst <= 1.05 * worst + 1e-6, f"{known.where}: write worst={worst:.4g}"
+    assert kept_free.bytes >= budget.SAFETY * worst * 80 * GIB
 
 
 def test_the_guard_covers_what_was_under_predicted_on_the_cpu():
     rows = results_of("sizing_cpu.json")["configurations"]
-    assert_covers("cpu", max(1 / (1 + row["error"]) - 1 for row in rows))
+    worst = max(1 / (1 + row["error"]) - 1 for row in rows)
+    assert_covers(budget.CPU_ERROR, worst, budget.guard("cpu", 80 * GIB))
 
 
 def test_the_guard_covers_what_was_under_predicted_on_a_gpu():
-    if budget.MEASURED_ERRORS["cuda"] is not None:
-        assert (RESULTS / "sizing_gpu.json").exists(), (
-            "budget.MEASURED_ERRORS has a GPU figure without benchmark results"
-        )
-    assert_covers("cuda", results_of("sizing_gpu.json")["worst_under_prediction_of_reserved"])
+    worst: dict[tuple[int, int], float] = {}
+    for path in sorted((RESULTS / "gpu").glob("*.json")):
+        tree = json.loads(path.read_text())
+        on, memory = tuple(tree["made_on"]["compute_capability"]), tree["parts"]["memory"]
+        worst[on] = max(worst.get(on, 0.0), memory["worst_under_prediction_of_reserved"] or 0.0)
+    assert worst.keys() == budget.GPU_ERRORS.keys()
+    for on, error in worst.items():
+        assert_covers(budget.GPU_ERRORS[on], error, budget.guard("cuda", 80 * GIB, measured_on=on))
+
+
+def test_the_context_of_a_measured_gpu_is_what_its_steps_took_at_most():
+    steps = results_of("gpu/NVIDIA-H200-x1.json")["steps"]
+    most = max(step["measured"]["outside_allocator"] for step in steps)
+    assert 0 <= budget.CONTEXTS[9, 0] - most < MIB

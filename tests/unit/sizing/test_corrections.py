@@ -186,17 +186,15 @@ def test_only_a_correction_of_the_peak_is_talked_about():
     assert reasons_of(Record({"backward": 1.1}), PLAN, MEMORY) == [Corrected(1.1)]
 
 
-def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_a_communicator():
-    assert read_overhead("card", 1) is None
-    write_overhead("card", 1, 500)
-    write_overhead("card", 1, 400)
-    assert (read_overhead("card", 1), read_overhead("card", 2), read_overhead("other", 1)) == (
-        500,
-        None,
-        None,
-    )
-    write_overhead("card", 8, 900)
-    assert read_overhead("card", 2) == 900
+def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_driver_and_whether_there_is_a_communicator():
+    assert read_overhead("card", "580", 1) is None
+    write_overhead("card", "580", 1, 500)
+    write_overhead("card", "580", 1, 400)
+    assert read_overhead("card", "580", 1) == 500
+    for other in (("card", "580", 2), ("other", "580", 1), ("card", "590", 1), ("card", None, 1)):
+        assert read_overhead(*other) is None
+    write_overhead("card", "580", 8, 900)
+    assert read_overhead("card", "580", 2) == 900
 
 
 def with_budget(size: int):

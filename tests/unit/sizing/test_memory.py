@@ -35,7 +35,7 @@ def test_nothing_follows_from_traces_of_different_structure():
 
 def test_the_budget_is_for_the_process_with_its_context_and_communicator():
     free = 80 * GIB
-    one = device_budget("cuda", free, compute_capability=(9, 0))
+    one = device_budget("cuda", free, compute_capability=(10, 0))
     two = device_budget("cuda", free, world_size=2, compute_capability=(8, 0))
     assert one.budget_bytes == two.budget_bytes == free - guard("cuda", free).bytes
     step = step_of(3, (0, 1, 2)).step
@@ -59,6 +59,7 @@ def test_workspaces_are_larger_on_hopper_and_on_every_blackwell_gpu(capability, 
 def test_the_context_is_that_of_the_generation_where_it_was_measured():
     turing = device_budget("cuda", 15 * GIB, compute_capability=(7, 5))
     assert turing.context_bytes == 141 * MIB and turing.assumed == ("context",)
+    assert device_budget("cuda", 80 * GIB, compute_capability=(9, 0)).context_bytes == 753 * MIB
     assert device_budget("cuda", 15 * GIB, compute_capability=(8, 9)).context_bytes == ASSUMED_CONTEXT
 
 
