@@ -33,6 +33,7 @@ from sft_play.planning.answers.other_machines import (
     plans_by_gpu,
     scaling,
 )
+from sft_play.planning.answers.other_methods import cheapest_ways, other_methods
 from sft_play.planning.request import Request
 from sft_play.planning.rows.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.rows.facts import DataFacts, data_facts
@@ -40,7 +41,8 @@ from sft_play.planning.speed.devices import ensure_profile
 from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command, training_command
-from sft_play.report.plan import gpus_report, plan_answer, plan_report
+from sft_play.report.plan import plan_answer, plan_report
+from sft_play.report.ways import gpus_report
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner
@@ -86,10 +88,13 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
                     notes = [said, *notes]
             chosen = plan_or_advise(request, partial(_again, asked, request.processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
+            methods = []
+            if chosen.memory and machine.gpus:
+                methods = other_methods(request, chosen, fewer=bool(asked.gpu) and not asked.gpus)
             whole = asked.why or asked.json or not chosen.memory  # what was not sized has to say so
             scaled = request.with_offload(chosen.sharing.offload).in_groups_as(chosen.sharing)
             scales = scaling(scaled, least=request.processes) if whole else []
-    tree = chosen.to_json()
+    tree = chosen.to_json() | {"method": config.tuning.mode, "methods": methods}
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
     price = asked.gpu_hour or (price_of(machine.gpus[0].name) if machine.gpus else None)
@@ -203,10 +208,12 @@ def _on_each_gpu(
         for card in plans_by_gpu(request, modes, asked.gpus, batch_grows=grows):
             cards.append(card)
             planned(1)
+        cheapest = [] if asked.gpus else cheapest_ways(request, modes, cards)
     return {
         "model": config.model.name,
         "gpus": asked.gpus,
         "row_tokens": facts.longest_row,
         "seen": facts.seen,
+        "cheapest": cheapest,
         "cards": cards,
     }

@@ -6,18 +6,17 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from sft_play.config.methods import METHODS
-from sft_play.engines.registry import ENGINES, engine_of, label_of
+from sft_play.engines.registry import engine_of, label_of
 from sft_play.parts import Activations
-from sft_play.reasons.choices import group_of
 from sft_play.report.layout import apart, bullets
 from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import MISSING, by_duration, by_speed, formatted, said_of
+from sft_play.report.ways import methods_on_screen
 from sft_play.spelling import as_typed
 from sft_play.ui.screen import NamedValues, Words
-from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
+from sft_play.units import counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
 
@@ -74,7 +73,26 @@ def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     rows = candidates(tree, SHOWN)
     bars = {2: _shares(map(_speed, rows)), 3: _shares(map(_needed, rows))}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
-    return Group(table, *(Words(Text(said, style="dim")) for said in how_compared(tree["plan"])))
+    notes = [*how_compared(tree["plan"]), *faster_ones(rows, tree["plan"])]
+    return Group(table, *(Words(Text(note, style="dim")) for note in notes))
+
+
+def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """Why the rows of a table of candidates were not chosen that look faster than the plan, and fit."""
+    chosen, found = engine_of(plan["engine"]), dict[str, None]()
+    for row in rows:
+        if _speed(row) <= 1 or _speed_text(row, plan) == _speed_text({**row, "relative_speed": 1.0}, plan):
+            continue
+        other, name, ours = engine_of(row["engine"]), engine_label(row), engine_label(plan)
+        if other.shards_weights and not chosen.shards_weights:
+            why = f"{name} may take longer than predicted, by more than it would gain over {ours}"
+        elif other.trades_speed and not chosen.trades_speed:
+            why = f"{name} costs time that no prediction has: {ours} is taken where it fits as well"
+        else:
+            size = f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}"
+            why = f"{size} is faster by less than predictions can tell; the chosen plan has fewer passes"
+        found[why] = None
+    return list(found)
 
 
 def _shares(values: Iterable[float]) -> list[float]:
@@ -180,6 +198,8 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
     parts: list[RenderableType] = [
         Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),
     ]
+    if len(tree.get("methods") or []) > 1:
+        parts.append(methods_on_screen(tree))
     if tree["alternatives"]:
         parts.append(_candidates_on_screen(tree))
     more = "WHY=1 adds the reason of each choice, memory by phase, and other numbers of "
@@ -199,84 +219,3 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
     if scaling:
         parts.append(scaling_report(scaling, process_unit(plan["device"])))
     return apart(*parts)
-
-
-def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
-    """What a model would be like on common GPUs, from `plans_by_gpu`; fits in 80 columns."""
-    details = as_typed(f'For details: make plan MODEL={tree["model"]} GPU="RTX 4090"')
-    notes = (Words(Text(note, style="dim")) for note in [*gpus_legend(tree), details, *tree["why"]])
-    table = gpus_table(tree)
-    return Group(Text(table.caption, style="bold"), on_screen(table, gap=1), *notes)
-
-
-def gpus_table(tree: Mapping[str, Any]) -> Table:
-    """A row for each GPU; names of columns have line breaks."""
-    hours = tree["seen"]
-    each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
-    names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
-    priced = any(plan.get("cost") is not None for row in tree["cards"] for plan in row["plans"].values())
-    columns = ("n x mb", *(("GPU-h", "cost") if priced else ("tok/s", "GPU-h" if hours else "GiB")))
-    heads = [f"{name}\n{what}" for name in names for what in columns]
-    rows = []
-    for row in tree["cards"]:
-        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, columns)]
-        rows.append([row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells])
-    caption = f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens"
-    return Table(["GPU", "GiB", *heads], rows, caption)
-
-
-def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
-    """What the cells of the table of GPUs mean."""
-    plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
-    used = {plan["engine"] for plan in plans}
-    marks = "".join(f", {one.mark}: {one.label}" for one in ENGINES if one.mark and one.name in used)
-    of = f", of 1, 2, 4 ... 512 on machines of eight{marks}" if tree["gpus"] is None else ""
-    counts = f"n x mb: GPUs{of}, and the micro-batch of each in the fastest plan."
-    if any(group_of(plan) > 1 for plan in plans):
-        counts += " 1/4: four GPUs divide the tokens of one (sequence parallelism)."
-    batches = {plan["effective_batch_size"] for plan in plans}
-    grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
-    least = (
-        "GiB: the peak of tensors, at least (micro-batch 1, activations recomputed) and in the fastest plan."
-    )
-    hours = "GPU-h: hours of the run times GPUs, a range where links decide."
-    last = hours if tree["seen"] else least
-    return [
-        counts,
-        *([grown] if len(batches) > 1 else []),
-        "-: it does not fit. tok/s: tokens per second, predicted from data sheets, n/a without one; over the "
-        f"slowest link that there may be. {last}",
-    ]
-
-
-def _card_cells(plan: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
-    if "problem" in plan:
-        return ("-",) * len(columns)
-    speed = formatted(
-        plan["tokens_per_second"], lambda found: f"{found:,.0f}" if found < 1e5 else format_count(found)
-    )
-    group = f"/{group_of(plan)}" if group_of(plan) > 1 else ""
-    cells = {
-        "n x mb": f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}",
-        "tok/s": speed,
-        "GPU-h": _in_cell(plan, plan["gpu_hours"], _hours(plan, plan["gpu_hours"])),
-        "cost": _in_cell(plan, plan.get("cost"), formatted(plan.get("cost"), "{:,.2f}".format)),
-        "GiB": _range(plan["least_bytes"], plan["peak_bytes"]),
-    }
-    return tuple(cells[name] for name in columns)
-
-
-def _in_cell(plan: Mapping[str, Any], value: float | None, one: str) -> str:
-    """A range of hours or prices in few digits, or the text of one number."""
-    found = by_duration(
-        plan, value, lambda part: format_count(part) if part >= 1000 else f"{part:.{int(part < 10)}f}"
-    )
-    return found.replace(" to ", "-") if " to " in found else one
-
-
-def _range(least: int | None, most: int | None) -> str:
-    """Two sizes in GiB: "9.2-18", or one if both are nearly the same."""
-    if least is None or most is None:
-        return MISSING
-    low, high = (f"{size / GIB:.{int(size < 10 * GIB)}f}" for size in (least, most))
-    return low if low == high else f"{low}-{high}"

@@ -10,14 +10,14 @@ from sft_play.report.plan import (
     candidates,
     candidates_table,
     engine_label,
-    gpus_legend,
-    gpus_table,
+    faster_ones,
     how_compared,
 )
 from sft_play.report.record import RunRecord
 from sft_play.report.scaling import process_unit
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import by_duration, by_speed
+from sft_play.report.ways import cheapest_table, gpus_legend, gpus_tables, methods_legend, methods_table
 from sft_play.units import capitalized, counted, format_bytes, format_duration
 
 TEMPLATE = "planner.html.j2"
@@ -73,8 +73,12 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
         Section("why", "Why", [Text(tree["why"])]),
     ]
     if tree["alternatives"]:
-        others, said = candidates_table(candidates(tree), plan), how_compared(plan)
+        rows = candidates(tree)
+        others, said = candidates_table(rows, plan), [*how_compared(plan), *faster_ones(rows, plan)]
         sections.insert(1, Section("others", others.caption, [others, *([Text(said)] if said else [])]))
+    if len(tree.get("methods") or []) > 1:
+        methods = methods_table(tree)
+        sections.insert(0, Section("methods", methods.caption, [methods, Text(methods_legend(tree))]))
     if scaled := list(scaling_blocks(record)):
         sections.append(Section("scaling", "More of these GPUs", scaled))
     return Page(
@@ -89,7 +93,8 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
 
 def gpus_page(tree: Mapping[str, Any], asked: str) -> Page:
     """The page of a model on each common GPU; arguments as in `plan_page`."""
-    blocks: list[Block] = [gpus_table(tree), Text([*gpus_legend(tree), *tree["why"]])]
+    cheapest = [cheapest_table(tree)] if tree["cheapest"] else []
+    blocks: list[Block] = [*cheapest, *gpus_tables(tree), Text([*gpus_legend(tree), *tree["why"]])]
     said = f"{tree['model']} on {counted(len(tree['cards']), 'common GPU')}."
     facts = [("the same in a shell", asked)]
     return Page(TITLE, INTRODUCTION, [Section("gpus", "Common GPUs", blocks)], status=said, facts=facts)

@@ -206,36 +206,22 @@ def plans_by_mode(
             "sequence_ranks": plan.sharing.sequence_ranks,
             "gradient_checkpointing": plan.activations.recomputes,
             "engine": plan.sharing.engine,
+            "replicas": plan.sharing.replicas,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(run.in_groups_as(plan.sharing), plan),
             "tokens_per_second": run.facts.tokens_per_second(plan),
             "step_seconds": plan.step_seconds,
             "step_seconds_range": plan.step_seconds_range,
             "step_seconds_range_reason": plan.step_seconds_range_reason,
-            "gpu_hours": (hours := gpu_hours(plan) if run.facts.seen else None),
-            "cost": cost_at(price_of(request.machine.gpus[0].name), hours),
+            "hours": run_hours(plan),
+            "gpu_hours": (spent := gpu_hours(plan) if run.facts.seen else None),
+            "cost": cost_at(price_of(request.machine.gpus[0].name), spent),
         }
     return plans
 
 
-def _least_bytes(request: Request, chosen: Plan) -> int | None:
-    """The peak with micro-batch 1 and all activations recomputed, with the engine of the chosen plan.
-
-    None if the memory is unknown; that of the chosen plan if the config allows no smaller one.
-    """
-    if chosen.memory is None:
-        return None
-
-    def smallest(draft: Plan) -> bool:
-        saves = draft.activations.recomputes or request.config.train.gradient_checkpointing is False
-        ours, theirs = draft.sharing, chosen.sharing
-        same = (ours.engine, ours.offload) == (theirs.engine, theirs.offload)
-        return same and saves and draft.batch.micro == 1
-
-    least = None
-    with suppress(ConfigError, DoesNotFitError):
-        least = fastest_plan(request, smallest, explain=False, mix=False).memory
-    return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
+def run_hours(plan: Plan) -> float | None:
+    """Predicted hours of the whole run; None if the speed is unknown."""
+    return plan.step_seconds and plan.step_seconds * plan.schedule.total_steps / 3600
 
 
 def cost_at(price: float | None, hours: float | None) -> float | None:
@@ -244,6 +230,6 @@ def cost_at(price: float | None, hours: float | None) -> float | None:
 
 
 def gpu_hours(plan: Plan) -> float | None:
-    """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
-    seconds = plan.step_seconds and plan.step_seconds * plan.schedule.total_steps
-    return seconds and seconds * plan.sharing.world_size / 3600
+    """The same, times its GPUs."""
+    hours = run_hours(plan)
+    return hours and hours * plan.sharing.world_size

@@ -20,7 +20,7 @@ def not_too_large(
     Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
     """
     here = [draft for draft in drafts if not draft.sharing.offloads]
-    held = {id(draft): _weight_bytes(config, architecture, draft) for draft in here}
+    held = {id(draft): weight_bytes(config, architecture, draft) for draft in here}
     least = min(held.values(), default=0)
     beyond = {key for key, size in held.items() if size > max(budget_bytes, least)}
     if not beyond:
@@ -32,7 +32,7 @@ def not_too_large(
     return [draft for draft in drafts if id(draft) not in beyond], [reason]
 
 
-def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
+def weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
     """The least that a process holds of the base's weights, in the type in which its engine keeps them."""
     if config.tuning.mode == "qlora":
         size = architecture.modules.four_bit_bytes

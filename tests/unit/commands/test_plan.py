@@ -15,7 +15,7 @@ from sft_play.model import published
 from sft_play.model.load import planning_config
 from sft_play.planning.answers import other_machines
 from sft_play.planning.answers.other_machines import COMMON_GPUS, MODES
-from sft_play.report.plan import gpus_report
+from sft_play.report.ways import gpus_report
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen
 
@@ -83,53 +83,56 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
     (row,) = tree["cards"]
     assert list(row["plans"]) == ["full", "lora", "qlora"]
     assert all(found["tokens_per_second"] > 0 for found in row["plans"].values())
-    least = {mode: found["least_bytes"] for mode, found in row["plans"].items()}
-    assert 0 < least["qlora"] < least["lora"] < least["full"]  # whatever the micro-batches of the fastest are
-    assert all(least[mode] <= found["peak_bytes"] for mode, found in row["plans"].items())
+    cheapest = {row["method"]: row for row in tree["cheapest"]}
+    assert all(cheapest[mode]["hours"] == found["hours"] for mode, found in row["plans"].items())
 
 
-def test_a_card_that_is_too_small_has_a_dash():
-    found = {"tokens_per_second": None, "peak_bytes": 2**30, "gpu_hours": 2.5, "effective_batch_size": 16}
-    found |= {"least_bytes": 2**29, "micro_batch_size": 8, "sequence_ranks": 1, "step_seconds": 1.0}
-    plans = {"full": {"problem": "does not fit"}, "lora": {**found, "gpus": 4, "engine": "fsdp2"}}
+FOUND = {
+    "gpus": 4, "engine": "fsdp2", "replicas": 1, "sequence_ranks": 1, "micro_batch_size": 8, "peak_bytes": 2**30,
+    "effective_batch_size": 16, "tokens_per_second": None, "hours": None, "gpu_hours": 2.5, "step_seconds": 1.0,
+}  # fmt: skip
+
+
+def cards(**plans):
+    """What is known of one card with 15 GiB."""
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
-    tree = {
-        "model": "org/m",
-        "gpus": None,
-        "row_tokens": 2048,
-        "seen": False,
-        "cards": [row],
-        "why": ["a note"],
-    }
-    lines = [line.rstrip() for line in screen(gpus_report(tree)).splitlines()]
+    tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": False, "cards": [row]}
+    return tree | {"why": ["a note"], "cheapest": []}
+
+
+def test_a_table_of_cards_says_in_words_what_is_needed():
+    tree = cards(full={"problem": "does not fit"}, lora=FOUND, qlora=FOUND | {"gpus": 2, "sequence_ranks": 2})
+    lines = [" ".join(line.split()) for line in screen(gpus_report(tree)).splitlines()]
     assert lines[0] == "org/m on the fewest GPUs that fit, rows of 2,048 tokens" and "a note" in lines
-    assert any(line.split() == ["T4", "15", "-", "-", "-", "4fx8", "n/a", "0.5-1.0"] for line in lines)
-    assert "n x mb: GPUs, of 1, 2, 4 ... 512 on machines of eight, f: FSDP2, and" in " ".join(lines)
+    assert lines.index("T4 15 GiB does not fit") < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 n/a n/a")
+    assert "T4 15 GiB 2 GPUs, FSDP2 8 of 2 GPUs n/a n/a" in lines
     text = screen(gpus_report(tree | {"gpus": 4, "seen": True}))
-    assert "org/m on 4 GPUs" in text and "GPU-h" in text and "2.5" in text and "1, 2, 4" not in text
+    assert "org/m on 4 GPUs" in text and "GPU hours" in text and "2.5" in text and "1, 2, 4" not in text
 
 
-def test_the_table_of_three_modes_fits_into_80_columns():
-    found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "least_bytes": 2**36}
-    found |= {"effective_batch_size": 512, "micro_batch_size": 64, "sequence_ranks": 1, "step_seconds": 1.0}
-    plans = dict.fromkeys(MODES, {**found, "gpu_hours": 9999.9, "gpus": 512, "engine": "fsdp2"})
-    row = {"gpu": "A100 80GB", "total_bytes": 2**37, "plans": plans}
-    tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
-    text = screen(gpus_report(tree))
-    assert text.count("123K") == text.count("10,000") == text.count("512fx64") == 3 and "…" not in text
-    text = screen(gpus_report(tree | {"seen": False}))
-    assert text.count("64-128") == 3 and "…" not in text
+def test_the_cheapest_ways_come_before_the_tables_of_cards():
+    plan = FOUND | {"offload": "none", "ram_bytes": None, "tokens_per_second": 100.0, "hours": 1.5}
+    way = plan | {"method": "full", "gpu": "H200", "total_bytes": 140 * 2**30}
+    in_ram = way | {"gpus": 1, "gpu": "L4", "offload": "ram", "ram_bytes": 64 * 2**30}
+    text = screen(gpus_report(cards(full=plan) | {"cheapest": [way, in_ram]}))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    first = lines.index("Full fine-tuning 4 x H200 (140 GiB) 100 1.5")
+    assert lines[first + 1] == "1 x L4 (140 GiB) and 64 GiB of RAM 100 1.5"
+    assert first < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 100 1.5") and "OFFLOAD=ram" in text
+
+
+def test_tables_of_cards_fit_into_80_columns():
+    found = FOUND | {"tokens_per_second": 123456.0, "gpu_hours": 9999.9, "gpus": 512, "micro_batch_size": 64}
+    tree = cards(**dict.fromkeys(MODES, found | {"sequence_ranks": 8, "hours": 999.9}))
+    for seen in (True, False):
+        text = screen(gpus_report(tree | {"seen": seen}))
+        assert text.count("123,456") == text.count("512 GPUs, FSDP2") == 3 and "…" not in text
 
 
 def test_hours_and_cost_of_a_card_are_ranges_where_its_step_is():
-    found = {"tokens_per_second": 1.0, "peak_bytes": 2**30, "least_bytes": 2**29, "effective_batch_size": 8}
-    found |= {"micro_batch_size": 8, "sequence_ranks": 1, "gpus": 2, "engine": "fsdp2", "gpu_hours": 100.0}
-    found |= {"step_seconds": 2.0, "step_seconds_range": (1.5, 2.2)}
-    row = {"gpu": "RTX 3090", "total_bytes": 2**34, "plans": dict.fromkeys(MODES, found | {"cost": 40.0})}
-    tree = {"model": "org/m", "gpus": 2, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
-    text = screen(gpus_report(tree))
-    assert text.count("75-110") == text.count("30-44") == 3
-    assert "…" not in text
+    found = FOUND | {"gpu_hours": 100.0, "step_seconds": 2.0, "step_seconds_range": (1.5, 2.2), "cost": 40.0}
+    text = screen(gpus_report(cards(**dict.fromkeys(MODES, found)) | {"seen": True}))
+    assert text.count("75.0 to 110") == text.count("30.00 to 44.00") == 3 and "…" not in text
 
 
 @pytest.fixture()

@@ -231,6 +231,52 @@ def test_the_answer_comes_in_a_few_lines_before_what_else_was_possible():
     assert "> 4 x 2" in text and "WHY=1" in text and "a reason" not in text
 
 
+def test_other_methods_stand_beside_the_planned_one_which_is_marked():
+    row = {
+        "fits": True,
+        "gpus": 1,
+        "process_bytes": 3 * GIB,
+        "ram_bytes": None,
+        "hours": 2.0,
+        "step_seconds": 1.0,
+    }
+    methods = [
+        row | {"method": "full", "tokens_per_second": 100.0, "ram_bytes": 99 * GIB},
+        row | {"method": "lora", "tokens_per_second": 1000.0},
+        row | {"method": "qlora", "tokens_per_second": 1200.0},
+    ]
+    tree = PLAN | {"memory": MEMORY, "alternatives": [], "method": "lora", "methods": methods}
+    text = screen(plan_answer(tree, "it fits"))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "> LoRA 1 1,000 2.0 3.00 GiB" in lines and "QLoRA 1 1,200 2.0 3.00 GiB" in lines
+    assert "Full fine-tuning 1 and 99 GiB of RAM 100 2.0 3.00 GiB" in lines
+    assert "MODE=qlora plans another" in text and "QLoRA would be faster, but the method is yours" in text
+    none = {"method": "qlora", "fits": False}
+    assert "QLoRA no plan found" in " ".join(
+        screen(plan_answer(tree | {"methods": [methods[1], none]}, "it fits")).split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "said"),
+    [
+        ("deepspeed_z2", 4, "ZeRO-2 costs time that no prediction has: DDP is taken where it fits as well"),
+        ("fsdp2", 4, "FSDP2 may take longer than predicted, by more than it would gain over DDP"),
+        ("ddp", 2, " is faster by less than predictions can tell"),
+    ],
+)
+def test_a_faster_plan_that_was_not_chosen_says_why(engine, size, said):
+    plan = PLAN["plan"] | {"engine": "ddp", "world_size": 2}
+    tree = PLAN | {
+        "plan": plan,
+        "memory": MEMORY,
+        "alternatives": [other(size, 1.05, 1) | {"engine": engine}],
+    }
+    assert said in " ".join(screen(plan_answer(tree, "it fits")).split())
+    tree["alternatives"][0]["relative_speed"] = 0.95
+    assert said not in " ".join(screen(plan_answer(tree, "it fits")).split())
+
+
 @pytest.mark.parametrize(
     ("row", "way"),
     [
