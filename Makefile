@@ -21,7 +21,7 @@
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
 #? EXTRAS=export,documents          optional packages to install
-#? V=1                              show the commands that make runs
+#? V=1                              show commands, and where a start goes
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite: if typed only
 #! make train                                            the demo, no GPU needed
 #! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
@@ -455,7 +455,7 @@ bench-sharded-gpu: $(READY) ## Measure models that are divided among GPUs
 	$(PY) -m benchmarks.sharded_gpu $(WORDS)
 
 .PHONY: gpu-proof
-gpu-proof: $(READY) $(VENV)/.ready-liger $(VENV)/.ready-kernels $(VENV)/.ready-float8 ## Run tests and benchmarks on a GPU, part by part
+gpu-proof: $(READY) $(VENV)/.ready-liger $(VENV)/.ready-kernels $(VENV)/.ready-float8 ## Measure runs, speed, memory and tests on a GPU
 	$(PY) -m benchmarks.gpu_proof $(WORDS)
 
 .PHONY: bench-scaling

@@ -84,6 +84,16 @@ def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     return step_of(**tree | changes | batches | lengths | {"scratch": ()})  # of a CPU
 
 
+def case_to_json(case: Case) -> dict[str, Any]:
+    """The case as JSON, complete enough to measure it."""
+    return asdict(case) | {"spec": spec_to_json(case.spec)}
+
+
+def case_from_json(tree: dict[str, Any]) -> Case:
+    """The inverse of `case_to_json`."""
+    return Case(**tree | {"spec": spec_from_json(tree["spec"])})
+
+
 def _batch(tree: dict[str, int]) -> Batch:
     return PaddedRows(**tree) if "rows" in tree else JoinedRows(**tree)
 
@@ -179,7 +189,7 @@ def planned_cases(
     needed = estimator(architecture_, target.budget)
     cases = []
     sizes = [draft.rows_per_micro_batch * row_tokens for draft in checkpointed]
-    for tokens in _planned_tokens(model, quick):
+    for tokens in planned_tokens(model, quick):
         first = next(index for index, size in enumerate(sizes) if size >= tokens)
         around = checkpointed[first : first + 2]
         low, high = (needed(config, draft, complete=True).process_bytes for draft in around)
@@ -190,7 +200,8 @@ def planned_cases(
     return cases
 
 
-def _planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
+def planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
+    """Approximate tokens of the micro-batches of the plans for a model and mode."""
     if quick:
         return 128, 256
     models = list(MEASURED)

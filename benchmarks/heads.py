@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
-from benchmarks.sizing_gpu import arguments, local_device
+from benchmarks.alone import figure
+from benchmarks.measurement_log import MeasurementLog, write_result
+from benchmarks.sizing_gpu import arguments, local_device, results_of
 from sft_play.choices.kernels import LIGER
 from sft_play.model.cpu import TiledLogProbs
 from sft_play.ui.console import console
 from sft_play.units import MIB
 
 ROUNDS = 5
-MINUTES = 2.0  # no case begins later
+MINUTES = 2.0
+LIMIT_S = 60  # of a case
 VOCABULARY_TILE = 32768  # of TRL's head, as `trl.trainer.utils` calls it
 
 
@@ -173,18 +175,35 @@ def _figures(head: dict[str, Any]) -> str:
     return f"{1000 * statistics.median(head['seconds']):.1f} ms {head['bytes'] / MIB:,.0f} MiB"
 
 
+def case(tree: dict[str, Any], device_type: str) -> dict[str, Any]:
+    """`measured` for a process of its own."""
+    return measured(Case(**tree), torch.device(device_type))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a head failed."""
+    began = time.monotonic()
     args = arguments(__doc__, MINUTES).parse_args(argv)
-    device = local_device(args)
-    began, rows = time.monotonic(), []
-    for case in QUICK if args.quick else CASES:
-        if time.monotonic() - began < 60 * min(args.minutes, MINUTES):
-            rows.append(measured(case, device))
-            console().print(*sentences(rows[-1:]), markup=False, highlight=False, soft_wrap=True)
-    if not args.quick:
-        head = {"what": (__doc__ or "").splitlines()[0], "made_on": made_on(device), "versions": versions()}
-        write_result(RESULTS / "heads_gpu.json", head | {"found": sentences(rows)}, {"cases": rows})
+    device, results = local_device(args), results_of(args)
+    lines, cases = (
+        MeasurementLog(results / f"heads_{device.type}.lines.jsonl", device),
+        list(map(asdict, CASES)),
+    )
+    if args.quick:
+        cases = list(map(asdict, QUICK))
+    done = [{name: row[name] for name in cases[0]} for row in lines.read()]
+    for each in (each for each in cases if each not in done):
+        deadline = began + 60 * args.minutes
+        row = figure("benchmarks.heads:case", each, device.type, deadline=deadline, limit_s=LIMIT_S)
+        if row is None:
+            break
+        if "problem" in row:
+            row = each | {"heads": dict.fromkeys(HEADS, row)}
+        lines.add(row)
+        console().print(*sentences([row]), markup=False, highlight=False, soft_wrap=True)
+    rows = lines.read()
+    head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "found": sentences(rows), "of": len(cases)}
+    write_result(results / "heads_gpu.json", head, {"cases": rows})
     return int(any("problem" in head for row in rows for head in row["heads"].values()))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sft_play.fingerprints import installed_versions
+from sft_play.machine.gpus import detect
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("triton", "liger-kernel", "kernels", "flash-attn", "torchao")  # packages that bring some
@@ -22,22 +23,21 @@ def versions() -> dict[str, str]:
 
 
 def made_on(device: torch.device) -> dict[str, Any]:
-    """A description of the hardware."""
+    """A description of the hardware, by the driver: torch would take memory of the GPU to tell."""
     if device.type == "cpu":
         return {
             "device": "cpu",
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
         }
-    from sft_play.machine.gpus import detect
-
-    properties = torch.cuda.get_device_properties(device)
+    machine = detect()
+    gpu = machine.gpus[device.index or 0]
     return {
         "device": "cuda",
-        "gpu": properties.name,
-        "total_bytes": properties.total_memory,
-        "compute_capability": [properties.major, properties.minor],
-        "driver": detect().driver,
+        "gpu": gpu.name,
+        "total_bytes": gpu.total_bytes,
+        "compute_capability": list(gpu.compute_capability or ()),
+        "driver": machine.driver,
         "cuda": torch.version.cuda,
     }
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +29,10 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 from torch import distributed
 
+from benchmarks.alone import ended
 from benchmarks.device_meter import Measured, measure
 from benchmarks.gpu_cases import MODES, Case, architecture, measured_cases, spec_from_json, spec_to_json
-from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
+from benchmarks.measurement_log import MeasurementLog, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import (
     FINISHING_S,
@@ -43,6 +43,7 @@ from benchmarks.sizing_gpu import (
     local_target,
     predicted_rows,
     result_table,
+    results_of,
     workers,
 )
 from benchmarks.steps import step_with
@@ -97,13 +98,12 @@ def launched(case: Case, device: torch.device) -> dict[str, Any]:
         tree.write_text(json.dumps({"model": case.model, "spec": spec_to_json(spec), "device": device.type}))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.sharing.shards}"]
         words = ["-m", "benchmarks.sharded_gpu", "--work", str(tree)]
-        try:
-            done = subprocess.run(
-                [sys.executable, *launch, *words], timeout=CASE_S, stderr=subprocess.PIPE, text=True
-            )
-            problem = _last_error(done.stderr) if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            problem = f"not done after {CASE_S} s"
+        said = Path(name) / "said.txt"
+        with said.open("w", encoding="utf-8") as output:
+            code = ended([sys.executable, *launch, *words], CASE_S, output)
+        problem = f"not done after {CASE_S} s" if code is None else ""
+        if code:
+            problem = _last_error(said.read_text(encoding="utf-8", errors="replace"))
         if found.exists():
             return json.loads(found.read_text())  # type: ignore[no-any-return]
     return asdict(Measured(problem=problem or "no result"))
@@ -187,8 +187,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = local_device(args)
     gpus = min(torch.cuda.device_count(), LARGEST_MACHINE) if device.type == "cuda" else SHARED
-    suffix = "_quick" if args.quick else ""
-    lines = MeasurementLog(args.lines or RESULTS / f"sharded_{device.type}{suffix}.lines.jsonl", device)
+    results = results_of(args)
+    lines = MeasurementLog(results / f"sharded_{device.type}.lines.jsonl", device)
     cases = sharded_cases(device, gpus, args.quick)
     run(lines, device, cases, started + 60 * args.minutes - FINISHING_S)
     target = local_target(device)
@@ -196,9 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         rows = predicted_rows(lines, target, pool)
     found = figures(rows, len(cases))
     console().print(result_table(found, target))
-    if not args.quick:
-        head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "gpus": gpus, **found}
-        write_result(RESULTS / "sharded_gpu.json", head, {"cases_run": rows})
+    head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "gpus": gpus, **found}
+    write_result(results / "sharded_gpu.json", head, {"cases_run": rows})
     if len(rows) < len(cases):
         console().print(f"{len(rows)} of {len(cases)} cases are done; run the same command again to continue")
         return 0

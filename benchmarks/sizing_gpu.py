@@ -20,6 +20,7 @@ import argparse
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -34,19 +35,22 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 from rich.table import Table
 
-from benchmarks.device_meter import measure
+from benchmarks.alone import figure
+from benchmarks.device_meter import Measured, measure
 from benchmarks.gpu_cases import (
     Case,
     Target,
     architecture,
+    case_from_json,
+    case_to_json,
     measured_cases,
     planned_cases,
     planned_groups,
+    planned_tokens,
     predict,
     spec_from_json,
-    spec_to_json,
 )
-from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
+from benchmarks.measurement_log import RESULTS, MeasurementLog, made_on, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sizing import spread
 from sft_play.config.schema import TuningConfig
@@ -55,7 +59,7 @@ from sft_play.units import format_bytes
 
 TARGETS = {"median": 0.01, "p95": 0.03}  # of the allocated peak
 USED_AT_LEAST = 0.9  # of the budget, if memory is the limit
-FINISHING_S = 40  # time reserved for the last step, the predictions and the result
+FINISHING_S = 20  # time reserved for the predictions and the result
 ERRORS = {
     "allocated": "error",
     "allocated - weights": "error_above_weights",
@@ -66,10 +70,10 @@ ERRORS = {
 
 def local_target(device: torch.device) -> Target:
     """This machine's device."""
+    made = made_on(device)
     if device.type == "cpu":
         return Target("cpu", "the CPU")
-    properties = torch.cuda.get_device_properties(device)
-    return Target("cuda", properties.name, (properties.major, properties.minor))
+    return Target("cuda", made["gpu"], tuple(made["compute_capability"]))
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, Any]:
@@ -84,7 +88,18 @@ def run_case(case: Case, device: torch.device) -> dict[str, Any]:
         device,
         allowed_bytes=case.allowed_bytes,
     )
-    return asdict(case) | {"spec": spec_to_json(case.spec), "measured": asdict(found) | {"peak": found.peak}}
+    return measured_case(case, found)
+
+
+def measured_case(case: Case, found: Measured) -> dict[str, Any]:
+    """The case and what was measured, as JSON."""
+    return case_to_json(case) | {"measured": asdict(found) | {"peak": found.peak}}
+
+
+def step(tree: dict[str, Any], device_type: str) -> dict[str, Any]:
+    """`run_case` for a process of its own."""
+    warnings.simplefilter("ignore")
+    return run_case(case_from_json(tree), torch.device(device_type))
 
 
 def with_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
@@ -190,29 +205,36 @@ def alternately(cases: list[Case], groups: list[Future]) -> Iterator[Case]:
         yield from (case for case in pair if case is not None)
 
 
-def run(lines: MeasurementLog, device: torch.device, quick: bool, deadline: float, pool: Executor) -> int:
+def run(
+    lines: MeasurementLog, device: torch.device, quick: bool, deadline: float, plans: Executor | None
+) -> int:
     """Measures the cases that are not in the log until the time is up; returns the total number of cases.
+
+    Each case has a process of its own.
 
     Args:
         lines: the measurement log.
         device: the device.
         quick: tiny models only.
         deadline: time.monotonic() at which to stop.
-        pool: processes that make plans.
+        plans: processes that make plans; without them, only the steps of the grid are measured.
     """
     target = local_target(device)
-    groups = [pool.submit(planned_cases, *group) for group in planned_groups(target, quick)]
+    models = list(planned_groups(target, quick)) if plans else []
+    groups = [plans.submit(planned_cases, *group) for group in models] if plans else []
+    steps = measured_cases(target, quick)
     done = {line["key"] for line in lines.read()}
-    slowest, number = 5.0, 0
-    for case in alternately(measured_cases(target, quick), groups):
-        number += 1
-        if case.key in done or time.monotonic() + 2 * slowest > deadline:
-            continue
-        line = run_case(case, device)
-        slowest = max(slowest, line["measured"]["seconds"])
+    for case in (each for each in alternately(steps, groups) if each.key not in done):
+        line = figure("benchmarks.sizing_gpu:step", case_to_json(case), device.type, deadline=deadline)
+        if line is None:
+            break
+        if "measured" not in line:
+            line = measured_case(case, Measured(problem=line["problem"]))
         lines.add(line)
         console().print(case_line(line), highlight=False, soft_wrap=True, markup=False)
-    return number
+    for group in groups:
+        group.cancel()
+    return len(steps) + sum(len(planned_tokens(model, quick)) for model, *_ in models)
 
 
 def predicted_rows(lines: MeasurementLog, target: Target, pool: Executor) -> list[dict[str, Any]]:
@@ -236,16 +258,16 @@ def workers() -> ProcessPoolExecutor:
 
 
 def arguments(description: str | None, minutes: float) -> argparse.ArgumentParser:
-    """The arguments of both GPU benchmarks."""
+    """The arguments of all GPU benchmarks."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a few tiny models; write no result")
+    parser.add_argument("--quick", action="store_true", help="a few tiny models; no result in this project")
     parser.add_argument(
         "--minutes", type=float, default=minutes, help="time limit in minutes (default: %(default)g)"
     )
-    parser.add_argument("--lines", type=Path, help="file that logs measurements until all are done")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result")
     return parser
 
 
@@ -264,17 +286,26 @@ def local_device(args: argparse.Namespace) -> torch.device:
     return torch.device(args.device)
 
 
+def results_of(args: argparse.Namespace) -> Path:
+    """The folder of results: those of tiny models are thrown away, unless a folder is named for them."""
+    thrown_away = args.quick and args.results == RESULTS
+    return Path(tempfile.mkdtemp()) if thrown_away else args.results
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a target is missed."""
     started = time.monotonic()
-    args = arguments(__doc__, 9.0).parse_args(argv)
+    parser = arguments(__doc__, 9.0)
+    parser.add_argument("--steps", action="store_true", help="no plans for random budgets")
+    args = parser.parse_args(argv)
     device = local_device(args)
     warnings.simplefilter("ignore")
     target = local_target(device)
-    suffix = "_quick" if args.quick else ""
-    lines = MeasurementLog(args.lines or RESULTS / f"sizing_{device.type}{suffix}.lines.jsonl", device)
+    results = results_of(args)
+    lines = MeasurementLog(results / f"sizing_{device.type}.lines.jsonl", device)
     with workers() as pool:
-        of = run(lines, device, args.quick, started + 60 * args.minutes - FINISHING_S, pool)
+        deadline = started + 60 * args.minutes - FINISHING_S
+        of = run(lines, device, args.quick, deadline, None if args.steps else pool)
         rows = predicted_rows(lines, target, pool)
     found = figures(rows, of)
     console().print(result_table(found, target))
@@ -284,15 +315,15 @@ def main(argv: list[str] | None = None) -> int:
             f"reserved memory is under-predicted by at most {worst:.4%}: set this in GPU_ERRORS in "
             "sft_play/sizing/budget.py"
         )
-    if not args.quick:
-        path = RESULTS / "sizing_gpu.json"
-        head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}
-        write_result(path, head, {"cases_run": rows})
-        console().print(f"wrote {path}")
+    path = results / "sizing_gpu.json"
+    head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}
+    write_result(path, head, {"cases_run": rows})
+    console().print(f"wrote {path}")
     if len(rows) < of:
         console().print(f"{len(rows)} of {of} cases are done; run the same command again to continue")
         return 0
-    lines.path.unlink()
+    if not args.steps:
+        lines.path.unlink()
     missed = missed_targets(found, target)
     if missed or found["problems"]:
         console().print(

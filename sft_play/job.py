@@ -34,6 +34,7 @@ from sft_play.report.layout import make_command
 from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
 from sft_play.sizing.architecture import Architecture
 from sft_play.spelling import as_typed
+from sft_play.start import part, run_begins
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, spinner
 
@@ -93,15 +94,18 @@ def prepare_job(
     config = resolved.config
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     hashes = not ranks.launched_by_us and ranks.local_rank == 0
-    loaded = load_data(config, progress=progress, hashes=hashes)
+    run_begins()
+    with part("data"):
+        loaded = load_data(config, progress=progress, hashes=hashes)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
     machine = detect()
     if ranks.plan_file:
         plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))
     else:
         if ranks.world_size == 1:
-            ensure_profile(config, machine, processes)
-        with spinner(PLANNING):
+            with part("profile"):
+                ensure_profile(config, machine, processes)
+        with spinner(PLANNING), part("plan"):
             facts = DataFacts.of(loaded.rows, config)
             architecture = Architecture.of(loaded.architecture)
             request = Request(config, architecture, facts, machine, processes, machines)

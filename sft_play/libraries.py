@@ -86,7 +86,8 @@ def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> li
         if library in libraries:
             used = str(attrgetter(key)(config)).lower()
             in_use.append(f"{key}={used}")
-            changes += [f"{key}={value}"] if used != value else []
+            if used != value:
+                changes.append(f"{key}={value}")
     advice = f"One of these may avoid it: {', '.join(changes)}" if changes else "Another model may work"
     return [f"in use: {', '.join(in_use)}", f"The library may not support this combination. {advice}"]
 

@@ -201,7 +201,7 @@ def recomputed_words(found: Iterable[Activations]) -> str:
     several = list(found)
     tiles = max((each.mlp_tiles for each in several), default=1)
     in_ram = ", from inputs in RAM" * any(each.policy == "offload" for each in several)
-    return "recomputed" + in_ram + (f", MLPs in {tiles} tiles" if tiles > 1 else "")
+    return "recomputed" + in_ram + f", MLPs in {tiles} tiles" * (tiles > 1)
 
 
 def ways(train: "TrainConfig", device: str) -> Iterator[Activations]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
+from sft_play.upstream.torch import dividing_integers
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
@@ -68,13 +69,14 @@ def shard(
     for unit in units:
         _put_to_use(unit, device, like_first)
         require_one_type(each for each in unit.parameters() if not isinstance(each, DTensor))
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=away,
-            reshard_after_forward=None if reshard_after_forward else False,
-        )
+        with dividing_integers():
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=away,
+                reshard_after_forward=None if reshard_after_forward else False,
+            )
         give_back_freed_memory()
     # accelerate enters it in all micro-batches of a step but the last
     units[-1].no_sync = partial(_without_exchange, units[-1], defers_exchange)  # type: ignore[assignment]

@@ -73,8 +73,9 @@ def _split_name(tree: dict[str, Any]) -> str | None:
     if not steps or not steps[-1] or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1].get("use_regex", True):
-        digits = [{"type": "Digits", "individual_digits": True}]
-        return "gpt-2" if len(steps) == 1 else "smollm" if steps[:-1] == digits else None
+        if len(steps) == 1:
+            return "gpt-2"
+        return "smollm" if steps[:-1] == [{"type": "Digits", "individual_digits": True}] else None
     if len(steps) != 2 or steps[0]["type"] != "Split" or steps[0]["invert"]:
         return None
     return SPLITS.get(steps[0]["pattern"].get("Regex"))

@@ -26,6 +26,7 @@ from sft_play.launch.ranks import (
     reports_folder,
     says_lost_peer,
 )
+from sft_play.launch.rendezvous import SHUTDOWN_VARIABLE
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
@@ -33,6 +34,7 @@ from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact_file
+from sft_play.start import BEGAN_VARIABLE, began
 from sft_play.ui.console import console
 from sft_play.units import counted
 
@@ -107,11 +109,12 @@ def launch_environment(device: str, processes: int, interface: str | None) -> di
     """The environment of the launcher and the ranks; gloo and NCCL use only `interface`, if it is known."""
     values = {
         PROCESSES_VARIABLE: str(processes),
+        BEGAN_VARIABLE: str(began()),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that GPU indices are those of nvidia-smi
         # By default, SIGUSR1 kills torchrun and orphans its ranks; forwarded to them, it makes them save.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_GRACE_S),
+        SHUTDOWN_VARIABLE: str(SAVE_GRACE_S),
     }
     if device == "cpu":
         # Not ACCELERATE_USE_CPU, which disables DeepSpeed; the trainer sets use_cpu itself.

@@ -21,8 +21,11 @@ LAUNCH = ".venv/bin/accelerate launch scripts/train_distributed.py --config conf
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:
     """The shipped accelerate config for an engine, given by its name, on "cuda" or "cpu"."""
-    row, place = engine_of(engine), "_multi_node" if nodes > 1 else "_cpu" if device == "cpu" else ""
-    return CONFIGS / f"{row.accelerate}{place if row.distributes else ''}.yaml"
+    row = engine_of(engine)
+    if not row.distributes:
+        return CONFIGS / f"{row.accelerate}.yaml"
+    here = "_cpu" if device == "cpu" else ""
+    return CONFIGS / f"{row.accelerate}{'_multi_node' if nodes > 1 else here}.yaml"
 
 
 def default_config_path() -> Path:

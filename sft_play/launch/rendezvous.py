@@ -11,12 +11,15 @@ torch finds `get_handler` by this package's entry point "loopback" in the group 
 """
 
 import datetime
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from sft_play.launch.nodes import LOOPBACK
+from sft_play.upstream.torch import wait_for_ranks
 
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that ranks have to save what they have
 STORE_TIMEOUT = datetime.timedelta(seconds=600)
 
 
@@ -38,6 +41,8 @@ def create_handler(parameters: Any) -> Any:
         raise ValueError(
             "--rdzv-backend loopback supports one machine only; use static or c10d for multi-node"
         )
+
+    wait_for_ranks(int(os.environ.get(SHUTDOWN_VARIABLE, 30)))
 
     class Loopback(StaticTCPRendezvous):
         def get_backend(self) -> str:

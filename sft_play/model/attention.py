@@ -17,6 +17,7 @@ fused kernel has sinks, but one more position does the same: see `_attend_with_s
 import functools
 import itertools
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import without_cudnn_attention
 from sft_play.upstream.transformers import attention_called
 
+# Says that keys have fewer heads than queries; torch 2.11 has no such flag, and its kernel takes them.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
 
@@ -93,7 +96,7 @@ def _attend_joined(
     before = -1 if window is None or window >= longest else window - 1  # besides the token itself
     out: Any = varlen_attn(
         query, key, value, offsets, offsets, longest, longest,
-        scale=scale, window_size=(before, 0), enable_gqa=True,
+        scale=scale, window_size=(before, 0), **GROUPED,
     )  # fmt: skip
     return out[None]
 

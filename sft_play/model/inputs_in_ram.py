@@ -92,8 +92,10 @@ class LayerInputs:
         self._coming: dict[int, Arrival] = {}
         self._asked = False  # whether all of them were fetched
 
-    def pack(self, tensor: torch.Tensor) -> tuple["LayerInputs", int]:
+    def pack(self, tensor: torch.Tensor) -> "tuple[LayerInputs, int] | torch.Tensor":
         """Begins to copy an input of any shape to RAM; returns what autograd keeps of it."""
+        if not tensor.numel():  # torch 2.11 saves an empty one of its own with each layer
+            return tensor
         link = link_to(tensor.device)
         arrival = link.to_ram(tensor)
         self._going.append((tensor, arrival))
@@ -132,7 +134,9 @@ class LayerInputs:
         return link.back(in_ram)
 
 
-def _unpack(packed: tuple[LayerInputs, int]) -> torch.Tensor:
+def _unpack(packed: tuple[LayerInputs, int] | torch.Tensor) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
     inputs, number = packed
     return inputs.get(number)
 

@@ -30,7 +30,8 @@ def few_tiles(recorder: SymbolicRecorder) -> Iterator[None]:
             chosen = dict.fromkeys((start, stop - step), (stop - start) / (2 * step))
         else:
             chosen = {everything[place]: 1.0 for place in (0, 1, -1)[: len(everything)]}
-            chosen |= {everything[1]: len(everything) - 2.0} if len(everything) > 3 else {}
+            if len(everything) > 3:
+                chosen[everything[1]] = len(everything) - 2.0
         for begin, times in chosen.items():
             with recorder.standing_for(times):
                 yield begin

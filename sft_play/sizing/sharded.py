@@ -307,8 +307,15 @@ def forget_forward(model: torch.nn.Module) -> None:
 def _divided(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
     """The modules that FSDP2 divides, each with its groups of parameters."""
     for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+        for group in _groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
             yield module, group
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters of a module that FSDP2 divides; in torch 2.11 there is one, or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,6 +1,7 @@
 """Trainer callbacks: metrics for files and the console, early stopping, and where a rank is."""
 
 import math
+import os
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics
+from sft_play.start import seconds_of_start, start_line
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
 from sft_play.ui.console import console
@@ -38,6 +40,7 @@ class Reporter(TrainerCallback):
         self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
         self.main, self.flops_share = main, flops_share
         self.training_seconds = self.waiting_seconds = self._timed_seconds = 0.0
+        self.start_seconds: dict[str, float] | None = None  # by part, once a step has begun
         self._free_since = 0.0
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
@@ -92,6 +95,10 @@ class Reporter(TrainerCallback):
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts timing a step; evaluation, saving and the wait for data are not included."""
         self._step_began = time.perf_counter()
+        if self.start_seconds is None:
+            self.start_seconds = seconds_of_start()
+            if self.main and os.environ.get("V") == "1":
+                console().print(f"  {start_line(self.start_seconds)}", style="dim")
         if self._warmed_up:
             self.waiting_seconds += self._step_began - self._free_since
 

@@ -94,7 +94,9 @@ def measured_memory(
     """
     probe = probed or ProbeResult()
     if device.type == "cpu":
-        origin = metered.name if metered and run.phases else "probe" if probe.phases else None
+        origin = "probe" if probe.phases else None
+        if metered and run.phases:
+            origin = metered.name
         peak = run.peak_bytes if run.phases else probe.peak_bytes
         return {**_entries("measured", peak, None, None), "measured_memory_origin": origin}
     reserved = max(probe.reserved_bytes or 0, run.reserved_bytes or 0)

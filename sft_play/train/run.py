@@ -38,6 +38,7 @@ from sft_play.train.session import Session, prepare_session
 from sft_play.train.settle import settle_plan
 from sft_play.train.speeds import keep_times
 
+OF_STEPS = ("tokens_per_second", "training_seconds", "start_seconds", "mfu", "data_wait")  # by the reporter
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
@@ -213,10 +214,7 @@ def summarise(
         "skipped_steps": session.trainer.skipped.total,
         "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
-        "tokens_per_second": reporter.tokens_per_second,
-        "training_seconds": reporter.training_seconds,
-        "mfu": reporter.mfu,
-        "data_wait": reporter.data_wait,
+        **{name: getattr(reporter, name) for name in OF_STEPS},
         "padding_share": rows.padding_share,
         **predicted_step(plan),
         "measured_step_seconds": reporter.step_seconds,

@@ -33,6 +33,7 @@ from sft_play.planning.candidates.batch import nearest_multiples
 from sft_play.planning.speed.devices import peak_flops
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
+from sft_play.start import part
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, RamWatch, Reporter
 from sft_play.train.checkpoints import CheckpointWriter
 from sft_play.train.memory_meter import MemoryMeter
@@ -79,12 +80,13 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     """
     meter = MemoryMeter.start(job.plan.device)
     rows = ordered_rows(job)
-    with spinner(LOADING):
+    with spinner(LOADING), part("loading"):
         model = build_model(job.config, job.plan, job.ranks.local_rank)
     if job.config.tuning.mode == "full":
         say_stops(model, job.tokenizer)  # in its checkpoints too
-    session = open_session(job, model, rows, meter)
-    verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
+    with part("trainer"):
+        session = open_session(job, model, rows, meter)
+        verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session
 
 

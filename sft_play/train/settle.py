@@ -14,6 +14,7 @@ from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.report.memory import probe_line
 from sft_play.report.tables import step_line
 from sft_play.sizing.corrections import ProbeResult
+from sft_play.start import part
 from sft_play.train.kernel_turns import timed_kernels
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
@@ -104,7 +105,8 @@ def _keep_results(job: Job, *probed: tuple[Plan, ProbeResult]) -> None:
 
 
 def _probe_and_print(session: Session) -> ProbeResult:
-    result = probe(session)
+    with part("probe"):
+        result = probe(session)
     line = probe_line(session.job.plan.to_json(), asdict(result))
     console().print(Padding(line, (0, 0, 0, 2)))
     return result

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
+
+from sft_play.upstream.patching import patched
 
 
 @contextmanager
@@ -31,6 +34,26 @@ def compiling_layers(variants: int) -> AbstractContextManager[None]:
     import torch
 
     return torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=variants)
+
+
+@contextmanager
+def dividing_integers() -> Iterator[None]:
+    """In the block, FSDP2 divides weights of integers, as 4-bit ones are; torch 2.11 fails at them."""
+    from torch import nn
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Any, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
+
+    with patched(_fsdp_param, "nn", SimpleNamespace(**vars(nn) | {"Parameter": parameter})):
+        yield
+
+
+def wait_for_ranks(seconds: int) -> None:
+    """Lets this launcher wait so long for ranks that it ends; torch 2.11 knows no variable for that."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    PContext.close.__defaults__ = (None, seconds)
 
 
 def is_view(tensor: Any) -> bool:

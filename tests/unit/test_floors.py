@@ -16,7 +16,7 @@ FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
     ["spelling", "secrets"],
-    ["__init__", "errors", "extras", "resources", "units"],
+    ["__init__", "errors", "extras", "resources", "start", "units"],
     ["files"],
     ["choices", "parts", "rows"],
     ["fingerprints"],

@@ -51,7 +51,7 @@ CALLED = {
     "torch:ops.bitsandbytes.gemm_4bit.default": "",
     "torch._C._profiler:_EventType": "",
     "torch._C._profiler:_ExperimentalConfig": "",
-    "torch._subclasses.fake_tensor:FakeTensor.__new__": "fake_mode_or_elem elem device",
+    "torch._subclasses.fake_tensor:FakeTensor.__new__": "elem device",
     "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
     "torch:Tensor._make_subclass": "",
     "torch.autograd:Variable._execution_engine.run_backward": "",
@@ -81,6 +81,7 @@ CALLED = {
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param": "param device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty": "tensor num_chunks dim",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:nn.Parameter": "data requires_grad",
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",
     "trl:SFTTrainer._load_best_model": "",
@@ -149,7 +150,7 @@ WRITTEN = [
         "self._handle is not None",
     ),
     ("_get_fsdp_state", "torch.distributed.fsdp._fully_shard._fully_shard", "self._get_fsdp_state()"),
-    ("_fsdp_param_groups", "torch.distributed.fsdp._fully_shard._fully_shard", "state._fsdp_param_groups"),
+    ("_fsdp_param_groups", "torch.distributed.fsdp._fully_shard._fully_shard", "state._fsdp_param_group"),
     ("_partial_reduce_output", PARAM_GROUP, "self._partial_reduce_output,"),
     ("_post_forward_indices", PARAM_GROUP, "self._post_forward_indices.append(post_forward_index)"),
     ("post_forward_order", PARAM_GROUP, "self.comm_ctx.post_forward_order.append(self)"),
@@ -233,7 +234,13 @@ WRITTEN = [
         "torch.distributed.elastic.multiprocessing.errors",
         "Root Cause (first observed failure)",
     ),
-    ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "torch.distributed.launcher.api", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    # its default is what we set where nothing reads the variable
+    ("wait_for_ranks", "torch.distributed.elastic.multiprocessing.api:PContext.close", "timeout: int = 30"),
+    *(  # torch 2.11 has no such variable
+        [("SHUTDOWN_VARIABLE", "torch.distributed.launcher.api", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+        if torch.__version__ >= "2.12"
+        else []
+    ),
     ("PET_SIGNALS_TO_HANDLE", "torch.distributed.run", "--signals-to-handle"),
     ("_SummaryWriter", "transformers.integrations:TensorBoardCallback", "self._SummaryWriter ="),
     ("rewrite_logs", "transformers.integrations:TensorBoardCallback", "logs = rewrite_logs(logs)"),

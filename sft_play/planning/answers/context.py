@@ -193,7 +193,8 @@ def _plan_of(request: Request, *, tight: bool) -> Plan:
     run = request.in_groups_of(request.config.parallel.sequence_ranks)
     drafts = leanest(candidates(run))
     lean = {(draft.batch.micro, draft.activations) for draft in drafts}
-    lean |= set() if tight else {(micro, activations.whole) for micro, activations in lean}
+    if not tight:
+        lean |= {(micro, activations.whole) for micro, activations in lean}
 
     def as_lean(draft: Plan) -> bool:
         return (draft.batch.micro, draft.activations.uniform) in lean

@@ -1,5 +1,8 @@
 """The output heads that are timed on a GPU compute the same loss and gradients."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -24,13 +27,21 @@ def test_all_compute_what_that_of_trl_does(name, dtype, trained):
     assert all(heads._difference(*pair) <= NEAR[dtype] for pair in zip(found, expected, strict=True))
 
 
-def test_each_is_timed_and_those_that_break_say_how(monkeypatch, capsys):
+def test_each_is_timed_and_those_that_break_say_how(monkeypatch):
     def breaks(*_):
         raise RuntimeError("no such kernel\nmore")
 
-    assert heads.main(["--device", "cpu", "--quick"]) == 0
-    said = capsys.readouterr().out
+    (said,) = heads.sentences([heads.case(asdict(heads.QUICK[0]), "cpu")])
     assert "tiny, frozen, 24 tokens: trl " in said and "ms 0 MiB, tiled " in said and "liger" not in said
     monkeypatch.setitem(heads.HEADS, "tiled", breaks)
-    assert heads.main(["--device", "cpu", "--quick"]) == 1
-    assert "tiled RuntimeError: no such kernel" in capsys.readouterr().out
+    (said,) = heads.sentences([heads.case(asdict(heads.QUICK[0]), "cpu")])
+    assert "tiled RuntimeError: no such kernel" in said and "trl RuntimeError" not in said
+
+
+@pytest.mark.thorough
+def test_a_case_that_is_there_is_not_measured_again(tmp_path):
+    words = ["--device", "cpu", "--quick", "--results", str(tmp_path)]
+    assert heads.main(words) == 0
+    first = (tmp_path / "heads_gpu.json").read_text()
+    assert heads.main(words) == 0 and (tmp_path / "heads_gpu.json").read_text() == first
+    assert len(json.loads(first)["cases"]) == json.loads(first)["of"] == len(heads.QUICK)

@@ -9,7 +9,7 @@ from benchmarks.throughput_sides import SIDES, summary
 from sft_play.choices.kernels import Option
 
 CPU = torch.device("cpu")
-LORA = QUICK[0]
+LORA, _, FULL = QUICK
 
 
 def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
@@ -21,16 +21,18 @@ def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "side", (*SIDES, *(pytest.param(side, marks=pytest.mark.slow) for side in ("adamw_8bit", "compiled")))
-)
-def test_all_sides_train_for_real(side):
-    found = measure_side(LORA, side, CPU)
-    assert found["problem"] is None and len(found["step_seconds"]) == LORA.steps
+    ("course", "side"),
+    [(LORA, "sft-play"), (LORA, "trl"), (FULL, "sft-play"),
+     *(pytest.param(LORA, side, marks=pytest.mark.slow) for side in ("adamw_8bit", "compiled"))],
+)  # fmt: skip
+def test_all_sides_train_for_real(course, side):
+    found = measure_side(course, side, CPU)
+    assert found["problem"] is None and len(found["step_seconds"]) == course.steps
     timed = sum(found["step_seconds"][1:])
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / timed, rel=0.01)
-    tokens = sum(make_rows(LORA, 300)["length"])
+    tokens = sum(make_rows(course, 300)["length"])
     assert 0 < found["tokens"] < tokens and found["mfu"] is None  # nobody knows the peak of this CPU
-    assert found["settings"]["packing"] is (side != "trl")
+    assert found["settings"]["packing"] is (course is LORA and side != "trl")
 
 
 def test_a_side_that_breaks_is_a_result(monkeypatch):
