@@ -121,7 +121,7 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
         "tokens/s: predicted from data sheets, n/a without one, over the slowest links that there may be. "
         f"hours: of the whole run{', times GPUs' if tree['seen'] else ''}, a range where links decide."
     )
-    if any(row["offload"] == "ram" for row in tree["cheapest"]):
+    if any(row.get("ram_bytes") for row in tree["cheapest"]):
         ram = "With OFFLOAD=ram, weights, gradients and optimizer states are in RAM; tokens/s: at least."
         said.append(as_typed(ram))
     return said

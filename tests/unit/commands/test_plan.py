@@ -111,7 +111,7 @@ def test_a_table_of_cards_says_in_words_what_is_needed():
 
 
 def test_the_cheapest_ways_come_before_the_tables_of_cards():
-    plan = FOUND | {"offload": "none", "ram_bytes": None, "tokens_per_second": 100.0, "hours": 1.5}
+    plan = FOUND | {"tokens_per_second": 100.0, "hours": 1.5}
     way = plan | {"method": "full", "gpu": "H200", "total_bytes": 140 * 2**30}
     in_ram = way | {"gpus": 1, "gpu": "L4", "offload": "ram", "ram_bytes": 64 * 2**30}
     text = screen(gpus_report(cards(full=plan) | {"cheapest": [way, in_ram]}))
