@@ -105,7 +105,7 @@ def test_the_system_prompt_of_the_config_is_put_in_front():
     [
         ({"foo": 1}, "f:7: no prompt among the keys foo; expected one of messages, conversations"),
         ({"question": " "}, "f:7: question is an empty string"),
-        ({"messages": []}, "f:7: messages is a list"),
+        ({"messages": []}, "f:7: messages is an empty list"),
         ({"messages": "hi"}, "f:7: messages is 'hi'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "f:7: "),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"f:7: messages\[0\].role is 'robot'"),
