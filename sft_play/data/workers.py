@@ -110,10 +110,6 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     for row in rows:
         with _counted_if_bad(counts):
             conversations += _converted(task, row, counts)
-    known = FORMATS[task.format]
-    counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, known.keys) for row in rows)
-    unused = (unused_keys(row.data, known.keys, known.others) for row in rows)
-    counts.unused.update(itertools.chain.from_iterable(unused))
     encoded_rows = _encoded(task, conversations, counts)
     kept: list[Conversation] = []
     tokens: list[Tokens] = []
@@ -147,7 +143,9 @@ def _counted_if_bad(counts: Counts) -> Iterator[None]:
 
 def _converted(task: EncodingTask, row: Row, counts: Counts) -> Sequence[Conversation]:
     """What is learned of a row: nothing, a conversation, or the sections of a text."""
-    converted = convert(row, task.format, task.system_prompt)
+    converted, known = convert(row, task.format, task.system_prompt), FORMATS[task.format]
+    counts.notes[WITH_NULLS] += has_null_parts(row.data, known.keys)
+    counts.unused.update(unused_keys(row.data, known.keys, known.others))
     if isinstance(converted, str):
         counts.dropped[converted] += 1
         return []

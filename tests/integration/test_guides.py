@@ -114,6 +114,7 @@ def place(tiny_model, make_cache, tmp_path_factory) -> Place:
     for name in (
         "Makefile",
         "configs",
+        "locks",
         "scripts",
         "requirements.lock",
         "requirements-source.lock",

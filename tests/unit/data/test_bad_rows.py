@@ -49,6 +49,18 @@ def test_all_are_named_in_one_error(run, workers):
     assert last == "Correct them, or train without: data.bad_rows=drop"
 
 
+def test_a_row_of_messages_that_are_none_is_one_of_them(run):
+    rows = [
+        {"messages": ["text"]},
+        *(
+            {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]}
+            for i in range(40)
+        ),
+    ]
+    message = said(run, "\n".join(map(json.dumps, rows)))
+    assert "1 of 41 rows is not valid" in message and "messages[0] is 'text'" in message
+
+
 def test_of_many_the_first_are_named_and_all_are_counted(run):
     message = said(run, "\n".join([*GOOD, *["{}"] * 500]))
     assert message.startswith("data.train_path: 500 of 540 rows are not valid; the first 20:\n")

@@ -168,10 +168,10 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
     plans = [
         planned(config_of(tuning=FULL, float8=on), what_if("H100", 2), processes=2) for on in (False, True)
     ]
-    assert plans[0].memory == plans[1].memory and plans[0].step_seconds > plans[1].step_seconds
+    assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
     assert [line for line in plans[1].why if "float8" in line or "compiled" in line] == [
-        "layers are compiled and multiply in float8, as set in the config; memory and seconds are predicted for "
-        "layers that do neither, and the first step takes longer"
+        "layers are compiled and multiply in float8, as set in the config; memory is predicted for layers that do "
+        "neither, seconds on a GPU with element-wise operations fused; the first step takes longer"
     ]
 
 

@@ -267,7 +267,7 @@ def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
     rows = scaled_runs(run(effective_batch_size=16), CPU)
     assert rows[0]["speed_up"] == 1
     # the calls of so small a model take as long for fewer rows
-    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
+    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.95 for row in rows[1:])
 
 
 @pytest.mark.thorough
