@@ -156,7 +156,8 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     assert speed.timed_lately(job.plan, time.time()) and len(speed.rivals) == 1 + tried
     fastest = min(speed.rivals, key=lambda rival: rival.seconds_per_token)
     assert speed.rival(session.job.plan) == fastest  # the next plan knows how fast it was
-    assert speed.latest.is_like(fastest) and speed.latest.ratio == pytest.approx(fastest.ratio)
+    assert speed.latest.is_like(fastest)
+    assert speed.latest.ratio == pytest.approx(fastest.ratio, rel=1e-4)  # it fades, by the second
 
 
 @pytest.mark.thorough
