@@ -91,27 +91,40 @@ def _rows_file(data: Any, settings: Mapping[str, Any], folder: Path) -> str | Pa
     """A file of rows, named by their hash, since other rows under one name would be those of another run."""
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    _require_rows(data, settings)
+    _require_rows(data)
+    is_detected = not settings.get("data.columns") and settings.get("data.format", "auto") == "auto"
     digest = hashlib.sha256()
-    for line in _lines(data):
+    for line in _lines(data, one_format=is_detected):
         digest.update(line)
     file = folder / f"rows-{digest.hexdigest()[:16]}.jsonl"
     if not file.exists():
         with replacing_file(file) as temporary, temporary.open("wb") as written:
-            written.writelines(_lines(data))
+            written.writelines(_lines(data, one_format=False))  # they have been looked at
     return file.resolve()
 
 
-def _lines(rows: Iterable[Any]) -> Iterable[bytes]:
+def _lines(rows: Iterable[Any], *, one_format: bool) -> Iterator[bytes]:
+    """Rows as JSON lines; ConfigError for one that is none, or lacks a key of the format of the first one."""
+    name, keys = "", set[str]()
     for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"data: row {number} is a {type(row).__name__}; expected a dict")
+        if one_format and number == 1:
+            name = detect_format(Row(dict(row), "data", 1))
+            keys = set(FORMATS[name].keys)
+        if not row.keys() >= keys:
+            raise ConfigError(
+                f"data: row {number} has the keys {', '.join(map(str, row))}, and row 1 those of the format "
+                f"{name}: {', '.join(FORMATS[name].keys)}; all rows have one format"
+            )
         try:
             yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise ConfigError(f"data: row {number} cannot be written as JSON: {error}") from None
 
 
-def _require_rows(data: Any, settings: Mapping[str, Any]) -> None:
-    """Refuses what is no list of dicts with the keys of one format."""
+def _require_rows(data: Any) -> None:
+    """Refuses what is no list and no dataset, or is empty."""
     is_dataset = type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features")
     if isinstance(data, Mapping):
         raise ConfigError(
@@ -125,16 +138,3 @@ def _require_rows(data: Any, settings: Mapping[str, Any]) -> None:
         )
     if not len(data):
         raise ConfigError("data: expected rows, found none")
-    wrong = next((number for number, row in enumerate(data, 1) if not isinstance(row, Mapping)), None)
-    if wrong:
-        raise ConfigError(f"data: row {wrong} is a {type(data[wrong - 1]).__name__}; expected a dict")
-    if settings.get("data.columns") or settings.get("data.format", "auto") != "auto":
-        return
-    name = detect_format(Row(dict(data[0]), "data", 1))
-    keys = FORMATS[name].keys
-    other = next((number for number, row in enumerate(data, 1) if not row.keys() >= set(keys)), None)
-    if other:
-        raise ConfigError(
-            f"data: row {other} has the keys {', '.join(map(str, data[other - 1]))}, and row 1 those of the "
-            f"format {name}: {', '.join(keys)}; all rows have one format"
-        )

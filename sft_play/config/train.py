@@ -76,10 +76,10 @@ class TrainConfig(Section):
     )
     compile: bool = False
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""
+    DDP: faster steps on the one GPU that was measured, after a first step of a minute or more."""
     float8: bool = False
     """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
-    fine-tuning on Ada, Hopper and B200: rounds more. Off until `make gpu-proof` has seen it win on a GPU."""
+    fine-tuning on Ada, Hopper and B200: rounds more. Not yet benchmarked on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.attention.varlen import varlen_attn
 
 from sft_play.model.attention import kernel_dtype, offsets_of, takes_one_call
@@ -90,7 +90,7 @@ def _band(query: Tensor, window: int | None) -> Tensor | None:
     return query.new_zeros(tokens, tokens).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
 
 
-@torch.library.custom_op("sft_play::attend_joined", mutates_args=(), device_types="cpu")
+@library.custom_op("sft_play::attend_joined", mutates_args=(), device_types="cpu")
 def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def _on_cpu(
     )
 
 
-@torch.library.custom_op("sft_play::attend_joined_backward", mutates_args=(), device_types="cpu")
+@library.custom_op("sft_play::attend_joined_backward", mutates_args=(), device_types="cpu")
 def _gradients_on_cpu(
     grad: Tensor,
     query: Tensor,

@@ -194,7 +194,7 @@ class Unproven(Reason):
 
     label: str
     setting: str  # that takes it
-    text = "{label} is off, since no proof on a GPU has seen it win yet; {setting} takes it"
+    text = "{label} is off, not yet benchmarked on a GPU; {setting} takes it"
 
 
 class CompiledLayers(Reason):
@@ -205,8 +205,9 @@ class CompiledLayers(Reason):
     def __str__(self) -> str:
         if self.compiled == "off":
             return (
-                "layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true "
-                "compiles them"
+                "layers are not compiled, since the first step would take a minute or more; "
+                "train.compile=true compiles them, which made the steps of an H200 faster "
+                "(docs/benchmarks.md)"
             )
         also, not_so = ("", "are not")
         if self.compiled == "float8":
@@ -226,11 +227,11 @@ class LayerKernels(Reason):
     saved_bytes: int  # of a process: what they take less than ours, with the same micro-batch
 
     def __str__(self) -> str:
-        saved, row = format_bytes(abs(self.saved_bytes)), LAYERS[self.kernels]
+        row, more = LAYERS[self.kernels], "less" if self.saved_bytes >= 0 else "more"
+        difference = f"{format_bytes(abs(self.saved_bytes))} {more}"
         if not self.on:
             return (
-                f"{row.label} are off until a run of enough steps has timed them on this GPU; {row.setting} "
-                f"takes {saved} less at the same micro-batch"
+                f"{row.label} are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); "
+                f"{row.setting} takes {difference} at the same micro-batch"
             )
-        more = "less" if self.saved_bytes >= 0 else "more"
-        return f"{row.label} compute {self.modules} {row.serves}, which takes {saved} {more} than ours"
+        return f"{row.label} compute {self.modules} {row.serves}, which takes {difference} than ours"

@@ -54,7 +54,8 @@ def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Pl
     """
     job, verdicts = session.job, dict[str, Verdict]()
     cost = 2 * TURNS * result.step_seconds if result.step_seconds else math.inf
-    began, plans = time.monotonic(), from_main(lambda: plans_to_time(job)) if cost <= allowance else {}
+    worth_it = all_agree(cost <= allowance)  # what is left of the allowance differs between ranks
+    began, plans = time.monotonic(), from_main(lambda: plans_to_time(job)) if worth_it else {}
     for name in plans:
         if not all_agree(time.monotonic() - began + cost <= allowance):
             break

@@ -15,6 +15,7 @@ INSTEAD = {
     "data that is not here": "planning without data",
     "in its own rounds": "in rounds of its own, or a number of rounds",
     "a rare corner": "in rare cases",
+    "no proof on a GPU": "not yet benchmarked on a GPU",
 }
 PAGES = [
     page

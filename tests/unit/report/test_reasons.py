@@ -188,17 +188,16 @@ SENTENCES = [
     ),
     (
         Unproven("FlashAttention 3", "model.attention=flash_attention_3"),
-        "FlashAttention 3 is off, since no proof on a GPU has seen it win yet; "
-        "model.attention=flash_attention_3 takes it",
+        "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 takes it",
     ),
     (
         LayerKernels("liger", False, 97, GIB),
-        "Liger's kernels are off until a run of enough steps has timed them on this GPU; train.kernels=liger takes "
+        "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
     (
         CompiledLayers("off"),
-        "layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them",
+        "layers are not compiled, since the first step would take a minute or more; train.compile=true compiles them, which made the steps of an H200 faster (docs/benchmarks.md)",
     ),
     (
         CompiledLayers("on"),
