@@ -16,6 +16,7 @@ import pytest
 
 from sft_play.launch.environment import find_own_programs
 from sft_play.ui.console import set_console
+from sft_play.upstream.patching import undone
 
 find_own_programs()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,6 +83,13 @@ def _cache_of_worker(make_cache, tmp_path_factory) -> Iterator[None]:
     """For fixtures of modules, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path_factory.getbasetemp() / "cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_as_before() -> Iterator[None]:
+    """What a module's tests change in libraries for the rest of a command, as training does, is not its worker's."""
+    with undone():
         yield
 
 
