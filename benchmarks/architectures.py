@@ -75,14 +75,14 @@ GUIDE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 GUIDE_TEXT = """# Which models train
 
 `make bench-models` writes this page. It builds all causal language models that `transformers` knows, and
-multimodal ones that people train on text, small with random weights, then plans, loads and trains each for two
-steps on a CPU: {found}. Other multimodal models may train too.
+multimodal ones that people train on text, small with random weights, then plans, loads and trains each for
+two steps on a CPU: {found}. Other multimodal models may train too.
 
-- **yes**: it trained. A percentage is the error of the predicted peak memory, where it is not 0.00%. Such small
-  models have peaks of a few megabytes, so a few kilobytes are a large share.
+- **yes**: it trained. A percentage is the error of the predicted peak memory, where it is not 0.00%. Such
+  small models have peaks of a few megabytes, so a few kilobytes are a large share.
 - **packed**: LoRA with `train.packing=true`, which joins rows end to end. Models that would mix joined rows
-  are refused: "boundaries" means that the model does not pass on where a row ends; otherwise the cell names the
-  layers that would mix rows. Without packing, their rows are padded.
+  are refused: "boundaries" means that the model does not pass on where a row ends; otherwise the cell names
+  the layers that would mix rows. Without packing, their rows are padded.
 - **experts 46%**: QLoRA is refused, because 46% of the weights are fused experts, which would stay in 16 bit.
 - **no forecast**: what the step computes depends on the data, so it cannot be traced; the probe measures its
   memory.
