@@ -21,6 +21,7 @@ from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model import attention
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.attention_operator import Rows, attend_joined, rows_of, serves
+from sft_play.model.layer_forward import replace_forward
 from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import compiling_layers, mark_dynamic
@@ -37,7 +38,7 @@ def compile_layers(model: Any) -> None:
     The first training step compiles it, once for all layers that are alike and for all lengths.
     """
     for layer, forward in compiled_forwards(model).items():
-        layer.forward = forward
+        replace_forward(layer, forward)
 
 
 def compiled_forwards(model: Any) -> dict[torch.nn.Module, Any]:
