@@ -237,7 +237,7 @@ def test_an_architecture_without_such_modules_is_refused():
 
 
 def test_what_cannot_run_is_refused_with_what_can():
-    with pytest.raises(ConfigError, match=r"7.0 or newer, .*, and this is the CPU; set train.kernels=auto"):
+    with pytest.raises(ConfigError, match=r"7.0 or newer, .*, but this is the CPU; set train.kernels=auto"):
         LIGER.require_runnable("cpu", None, here=True)
     with pytest.raises(ConfigError, match=r"this is a GPU \(6\.1\)"):
         LIGER.require_runnable("cuda", (6, 1), here=False)
