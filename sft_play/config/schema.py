@@ -106,8 +106,8 @@ class LoraSettings(Section):
     use_dora: bool = False
     """Weight-decomposed LoRA, DoRA (arXiv 2402.09353)."""
     init: Literal["default", "pissa", "olora"] = "default"
-    """How adapters are initialized. default: with no effect at first. pissa: the principal singular vectors of
-    each weight (arXiv 2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of
+    """How adapters are initialized. default: with no effect at first. pissa: the principal singular vectors
+    of each weight (arXiv 2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of
     the base while training; the saved adapter has twice the rank and fits the original base."""
     plus_ratio: Annotated[FiniteFloat, Field(ge=1), NUMBER] | None = None
     """LoRA+ (arXiv 2402.12354): learning rate of the B matrices as a multiple of train.learning_rate, e.g.

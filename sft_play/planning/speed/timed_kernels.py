@@ -45,7 +45,7 @@ class Verdict:
         if self.problem or not self.seconds or not self.beside:
             return f"{label}: left out, since {self.problem}"
         took = f"a step took {format_duration(self.seconds)} instead of {format_duration(self.beside)}"
-        return f"{label}: {took}{'' if self.wins else ', which is no clear gain'}"
+        return f"{label}: {took}{'' if self.wins else ', not a clear gain'}"
 
 
 def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:

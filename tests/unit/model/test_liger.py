@@ -231,7 +231,7 @@ def test_named_architectures_have_modules_that_are_replaced(name):
 
 def test_an_architecture_without_such_modules_is_refused():
     with pytest.raises(
-        ConfigError, match=r"none of gpt2's modules.*llama, mistral.*allowed for it: auto, own"
+        ConfigError, match=r"like those of llama, mistral.*, and gpt2 has none; allowed for it: auto, own"
     ):
         LIGER.require_modules("gpt2", module_facts(miniature("gpt2")).served["liger"])
 

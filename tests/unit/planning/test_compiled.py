@@ -136,7 +136,7 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
         ("bfloat16", "no"),
         ("bfloat16", "bf16"),
     ):
-        said = f"these are {dtype} with train.mixed_precision={precision}; set model.dtype=float32 and"
+        said = rf"found {dtype} weights, train.mixed_precision={precision}\); set model.dtype=float32 and"
         with pytest.raises(ConfigError, match=said):
             plan(model={"dtype": dtype}, mixed_precision=precision)
     with pytest.raises(ConfigError, match="multiples of 16, and llama has none; set train.float8=false"):

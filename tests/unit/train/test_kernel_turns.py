@@ -53,4 +53,4 @@ def test_the_fastest_that_won_is_taken_and_asked_again_after_a_week(tmp_path):
     assert read_verdicts(path, now=lambda: 1.1 * WEEK_S) == {}
     assert fastest_of({"slower": tried["slower"], "wrong": tried["wrong"]}) is None
     assert tried["good"].said("Kernels") == "Kernels: a step took 800 ms instead of 1.0 s"
-    assert tried["slower"].said("Kernels").endswith("which is no clear gain")
+    assert tried["slower"].said("Kernels").endswith(", not a clear gain")
