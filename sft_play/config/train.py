@@ -76,9 +76,10 @@ class TrainConfig(Section):
         + " ".join(row.says for row in LAYERS.values())
         + " auto: own, or what the probe of a long enough run timed as faster on this machine.",
     )
-    compile: bool = False
+    compile: bool | Auto = "auto"
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP: steps were faster on the one GPU measured, but the first step takes a minute or more."""
+    DDP: faster steps on the one GPU measured, after compiling for a minute or more. auto: on a GPU,
+    if the probe finds them faster; it tries where compiling takes under 2% of the run."""
     float8: bool = False
     """Multiply in float8 (torchao) instead of bf16 in the linear layers of compiled decoder layers, for
     full fine-tuning on Ada, Hopper and B200: less precise. Not yet benchmarked on a GPU."""
@@ -157,6 +158,11 @@ class TrainConfig(Section):
                 f"train.{key} recomputes none; set one of them to auto"
             )
         return self
+
+    @property
+    def asks_compile(self) -> bool:
+        """Whether layers are to be compiled, whatever a probe finds."""
+        return self.compile is True
 
     @property
     def asks_tiles(self) -> bool:
