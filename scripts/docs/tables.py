@@ -331,9 +331,14 @@ def spellings() -> str:
     rows = [
         (f"`make {target}`", f"`sft-play {words}`") for target, words in TARGETS.items() if target != words
     ]
-    flags = [(f"`{name}=`", f"`{flag}`") for name, flag in {**FLAGS, **SWITCHES}.items()]
+    renamed = ((name, flag) for name, flag in {**FLAGS, **SWITCHES}.items() if flag != f"--{_kebab(name)}")
+    flags = [(f"`{name}=`", f"`{flag}`") for name, flag in renamed]
     rows += flags + [(f"`{name}=`", f"`{form.format('...')}`") for name, form in OVERRIDES.items()]
     return table(("with make", "without"), rows)
+
+
+def _kebab(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 TABLES = {
