@@ -64,7 +64,7 @@ def run_heading(run: RunRecord) -> Page:
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """When, where and with what the run was started, and what to type next; without what is not known."""
+    """The note, when, where and with what the run was started, and what to type next; what is known of it."""
     name = shlex.quote(run.name)
     ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
     target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
@@ -72,6 +72,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
     found: list[tuple[str, object]] = [
+        ("note", run.value("output.note") or None),
         ("started", run.environment.get("started")),
         ("machine", machine),
         ("commit", run.environment.get("commit")),

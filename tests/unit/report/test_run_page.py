@@ -77,6 +77,11 @@ def test_texts_of_people_are_not_markup(tmp_path):
     assert "script" not in re.search(r"default-src 'none'[^\"]*", page)[0]
 
 
+def test_a_note_is_shown_as_it_was_written(tmp_path):
+    page = page_of(begin(tmp_path / "one", note=f"as before, {ATTACK}"))
+    assert "<dt>note</dt><dd>as before, &lt;script&gt;" in page
+
+
 def test_folders_of_the_machine_are_left_out(page):
     assert "/home" not in page
 
