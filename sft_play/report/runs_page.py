@@ -12,7 +12,7 @@ from sft_play.report.choices import shown
 from sft_play.report.html import Page
 from sft_play.report.plan import engine_label
 from sft_play.report.record import OTHER_FORM, RunRecord, scores_of_models
-from sft_play.report.run_page import progress_line, status_word, tokens_per_second
+from sft_play.report.run_page import progress_line, share_done, status_word, tokens_per_second
 from sft_play.report.tables import METRICS, MISSING, formatted
 from sft_play.secrets import redact
 from sft_play.units import counted, format_bytes
@@ -60,15 +60,21 @@ class RunRow:
 
 def run_row(run: RunRecord) -> RunRow:
     """The row of a run."""
-    running = run.activity == "running"
-    share = run.last_step / run.total_steps if running and run.total_steps else None
     name, status = os.fsencode(run.name).decode(errors="backslashreplace"), [status_word(run)]
     own_name = name == run.name
     status += [f"cannot be read: {', '.join(run.damaged)}"] if run.damaged else []
     status += [] if own_name else [NOT_UTF8]
     address = f"/runs/{quote(redact(name))}" if own_name else ""
-    progress, note = progress_line(run) if running else "", str(run.value("output.note") or "")
-    return RunRow(name, address, "; ".join(status), progress, share, note, _cells(run), bool(run.activity))
+    return RunRow(
+        name=name,
+        address=address,
+        status="; ".join(status),
+        progress=progress_line(run) if run.activity == "running" else "",
+        share=share_done(run),
+        note=str(run.value("output.note") or ""),
+        cells=_cells(run),
+        active=bool(run.activity),
+    )
 
 
 def _cells(run: RunRecord) -> tuple[Cell, ...]:

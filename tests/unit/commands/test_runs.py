@@ -14,7 +14,7 @@ def test_runs_are_listed_with_model_method_status_steps_score_and_note(tmp_path,
     begin(tmp_path / "two", note="a higher rate")
     assert main(["runs", "--runs", str(tmp_path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "one base LoRA done 20 exact match" in lines
+    assert "one base LoRA done 20 exact match 50.0%" in lines
     assert any(line.startswith("two base LoRA unfinished 0 n/a a higher") for line in lines)
     assert main(["runs", "--runs", str(tmp_path), "--json"]) == 0
     found = {run["name"]: run for run in json.loads(capsys.readouterr().out)}

@@ -142,6 +142,8 @@ def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):
 def test_a_run_that_is_running_says_what_comes_later(tmp_path):
     run = read_run(train(begin(tmp_path / "live"), steps=7).path)
     page = render(run_page(replace(run, activity="running")))
+    assert '<progress class="share" value="0.35"' in page
+    assert "<dt>training loss</dt><dd>1.6500" in page and "<dt>held-out loss</dt><dd>2.0000" in page
     for name in ("answers", "scores", "scaling"):
         assert "Nothing yet: this is written when the run ends." in section(page, name)
     assert "Nothing was measured by phase yet." in section(page, "memory")
