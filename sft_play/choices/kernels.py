@@ -73,11 +73,31 @@ class LayerKernels(Option):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompiledLayers(Option):
+    """Decoder layers that torch.compile compiles: faster steps, after seconds of compiling."""
+
+    name: str
+    label: str
+    # by "cuda" or "cpu": seconds to compile where no code is kept, and how many times as fast steps are then;
+    # a device without them compiles only if asked to
+    expected: dict[str, tuple[float, float]]
+
+
 # Triton compiles for no older GPU.
 TRITON: tuple[Span, ...] = (((7, 0), (99, 0)),)
 OF_TRITON = "a GPU of compute capability 7.0 or newer, for which Triton compiles"
-COMPILED = Option(
-    setting="train.compile=true", off="train.compile=false", gpus=TRITON, of_gpus=OF_TRITON, on_cpu=True
+# Of an H200: benchmarks/results/gpu/NVIDIA-H200-x1.json. On a CPU steps of useful size were no faster
+# (benchmarks/results/compiled_cpu.json).
+COMPILED = CompiledLayers(
+    name="compiled",
+    label="Compiled layers",
+    setting="train.compile=true",
+    off="train.compile=false",
+    gpus=TRITON,
+    of_gpus=OF_TRITON,
+    on_cpu=True,
+    expected={"cuda": (91.0, 1.41)},
 )
 # PyTorch has such products for Blackwell of workstations (12.x) too, where they were reported to fail:
 # https://github.com/pytorch/pytorch/issues/192707

@@ -12,12 +12,12 @@ def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: Pa
             f"train.float8=true does not work with tuning.mode={mode}, whose frozen weights need no float8 "
             "for their gradients: only with full fine-tuning; set tuning.mode=full, or train.float8=false"
         )
-    if train.float8 and not train.compile:
+    if train.float8 and not train.asks_compile:
         return (
             "train.float8=true needs compiled layers: without, it writes copies in fp32 of all inputs and "
             "weights; set train.compile=true, or train.float8=false"
         )
-    if train.compile and (found := _not_compiled(mode, use_dora, train, parallel)):
+    if train.asks_compile and (found := _not_compiled(mode, use_dora, train, parallel)):
         return (
             f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
             "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "

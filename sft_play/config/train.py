@@ -74,9 +74,10 @@ class TrainConfig(Section):
         + " ".join(row.says for row in LAYERS.values())
         + " auto: own, or those that the probe of a run that was long enough found to be faster here.",
     )
-    compile: bool = False
+    compile: bool | Auto = "auto"
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP: faster steps on the one GPU that was measured, after a first step of a minute or more."""
+    DDP: faster steps on the one GPU that was measured, after compiling for a minute or more. auto: on a GPU,
+    if the probe finds them faster; it tries where compiling takes under 2% of the run."""
     float8: bool = False
     """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
     fine-tuning on Ada, Hopper and B200: rounds more. Not yet benchmarked on a GPU."""
@@ -155,6 +156,11 @@ class TrainConfig(Section):
                 f"train.{key} recomputes none; set one of them to auto"
             )
         return self
+
+    @property
+    def asks_compile(self) -> bool:
+        """Whether layers are to be compiled, whatever a probe finds."""
+        return self.compile is True
 
     @property
     def asks_tiles(self) -> bool:

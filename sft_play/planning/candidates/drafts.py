@@ -164,7 +164,7 @@ def draft_plans(
             device=device.kind,
             compute_capability=device.compute_capability,
             kernels=config.train.layer_kernels,
-            compile=config.train.compile,
+            compile=config.train.asks_compile,
         )
         for sharing, activations, split in product(
             _sharings(config, device, world_size, machines), ways(train, device.kind), splits
