@@ -45,7 +45,7 @@ class Option:
         """
         if not self.runs_on(device, capability):
             found = "{} ({}.{})".format(name, *capability or ()) if device == "cuda" else "the CPU"
-            raise ConfigError(f"{self.setting} needs {self.of_gpus}, and this is {found}; set {self.off}")
+            raise ConfigError(f"{self.setting} needs {self.of_gpus}, but this is {found}; set {self.off}")
         if here and not self.is_installed():
             raise ConfigError(
                 f"{self.setting} needs the package {' and '.join(self.packages.values())}, which is not "
@@ -68,8 +68,8 @@ class LayerKernels(Option):
         """Raises a ConfigError if they serve none of a model's modules."""
         if not count:
             raise ConfigError(
-                f"{self.setting}: none of {model_type}'s modules are those that {self.label} compute "
-                f"({self.serves} as of {', '.join(self.examples)}); allowed for it: auto, own"
+                f"{self.setting}: {self.label} replace {self.serves} like those of "
+                f"{', '.join(self.examples)}, and {model_type} has none; allowed for it: auto, own"
             )
 
 
@@ -86,7 +86,7 @@ class CompiledLayers(Option):
 
 # Triton compiles for no older GPU.
 TRITON: tuple[Span, ...] = (((7, 0), (99, 0)),)
-OF_TRITON = "a GPU of compute capability 7.0 or newer, for which Triton compiles"
+OF_TRITON = "a GPU of compute capability 7.0 or newer, as Triton does"
 # Of an H200: benchmarks/results/gpu/NVIDIA-H200-x1.json. On a CPU steps of useful size were no faster
 # (benchmarks/results/compiled_cpu.json).
 COMPILED = CompiledLayers(
@@ -105,7 +105,7 @@ FLOAT8 = Option(
     setting="train.float8=true",
     off="train.float8=false",
     gpus=(((8, 9), (9, 1)), ((10, 0), (11, 0))),
-    of_gpus="a GPU of compute capability 8.9 (Ada), 9.0 (Hopper) or 10.x (Blackwell of data centers)",
+    of_gpus="a GPU of compute capability 8.9 (Ada), 9.0 (Hopper) or 10.x (data-center Blackwell)",
     packages={"torchao": "torchao"},
     extra="float8",
 )

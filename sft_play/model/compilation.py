@@ -59,8 +59,8 @@ def _kept_code() -> str:
     if found := private_entry("compiled", torch.__version__):
         return str(found)
     warn(
-        f"compiled code is not kept, since others than you can write to {cache_dir()} or a folder above it, "
-        "or nobody can: each run compiles anew; SFT_PLAY_CACHE names another folder"
+        f"compiled code is not kept, because other users can write to {cache_dir()} or a folder above it, or "
+        f"you cannot: each run compiles again; set SFT_PLAY_CACHE to another folder"
     )
     return str(own_folder("sft-play-compiled-"))
 

@@ -44,7 +44,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
-            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
+            f"{architecture.facts.model_type} does not report what its routers choose; leave it at 0"
         )
     quantized = config.tuning.mode == "qlora"
     packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
@@ -153,7 +153,7 @@ def estimator_of(request: Request) -> Estimator:
         ConfigError: it is unknown how much memory is free.
     """
     if (budget := request.budget) is None:
-        raise ConfigError(f"nothing tells how much memory is free on {request.device.name}")
+        raise ConfigError(f"the free memory of {request.device.name} is unknown")
     records = records_of(request.architecture.text, request.device.name)
     return corrected_estimator(traced_estimator(request, budget), records)
 

@@ -80,7 +80,7 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
         )
     if besides := _besides_dense_layers(architecture):
         raise ConfigError(
-            "train.compile=true compiles layers of attention and a dense feed-forward part, and "
+            "train.compile=true compiles only layers made of attention and a dense MLP, and "
             f"{architecture.facts.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
@@ -101,13 +101,13 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
     """Refuses float8 with types with which it was not measured, or if no layer can multiply in it."""
     if (dtype, precision) != ("float32", "bf16"):
         raise ConfigError(
-            "train.float8=true multiplies float32 weights under bf16 autocast; with others it may take more "
-            f"memory than is predicted, and these are {dtype} with train.mixed_precision={precision}; set "
+            "train.float8=true needs float32 weights under bf16 autocast: anything else may take more memory "
+            f"than predicted (found {dtype} weights, train.mixed_precision={precision}); set "
             "model.dtype=float32 and train.mixed_precision=bf16, or train.float8=false"
         )
     if not architecture.modules.float8_layers:
         raise ConfigError(
-            "train.float8=true serves linear layers of decoder layers whose sizes are multiples of "
+            "train.float8=true needs linear layers in the decoder layers whose sizes are multiples of "
             f"{float8.MULTIPLE}, and {architecture.facts.model_type} has none; set train.float8=false"
         )
 

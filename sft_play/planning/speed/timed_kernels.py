@@ -52,7 +52,7 @@ class Verdict:
             return f"{label}: left out, since {self.problem}"
         took = f"a step took {format_duration(self.seconds)} instead of {format_duration(self.beside)}"
         after = f" after {format_duration(self.first_seconds)}" if self.first_seconds > 1 else ""
-        return f"{label}: {took}{after}{'' if self.wins else ', which is no clear gain'}"
+        return f"{label}: {took}{after}{'' if self.wins else ', not a clear gain'}"
 
 
 def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:

@@ -85,7 +85,7 @@ def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dt
 def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
     old = Device(kind="cuda", name="P100", bf16=False, compute_capability=(6, 0))
     with pytest.raises(
-        ConfigError, match=r"7.0 or newer, .*, and this is P100 \(6.0\); set train.compile=false"
+        ConfigError, match=r"7.0 or newer, .*, but this is P100 \(6.0\); set train.compile=false"
     ):
         require_compiler(config_of(), old, here=False)
     cpu = Device(kind="cpu", name="CPU", bf16=True)
@@ -136,7 +136,7 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
         ("bfloat16", "no"),
         ("bfloat16", "bf16"),
     ):
-        said = f"these are {dtype} with train.mixed_precision={precision}; set model.dtype=float32 and"
+        said = rf"found {dtype} weights, train.mixed_precision={precision}\); set model.dtype=float32 and"
         with pytest.raises(ConfigError, match=said):
             plan(model={"dtype": dtype}, mixed_precision=precision)
     with pytest.raises(ConfigError, match="multiples of 16, and llama has none; set train.float8=false"):
