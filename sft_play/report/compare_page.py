@@ -49,7 +49,8 @@ def _numbers(runs: Sequence[RunRecord]) -> list[Block]:
     for column in columns:
         for place, name in enumerate(column):
             places[name] = max(place, places.get(name, 0))
-    rows, same = [], []
+    rows: list[tuple[str, ...]] = []
+    same: list[tuple[str, ...]] = []
     for name in sorted(places, key=places.__getitem__):
         found = [column.get(name, KeyNumber(name, MISSING)) for column in columns]
         cells = [found[0].text]

@@ -98,7 +98,7 @@ def curves(
         for line in lines:
             marker = "o" if line.markers or len(line.steps) == 1 else None
             dashes = (0, (4, 1.5)) if line.dashed else "-"
-            style = {"color": colour_of(line.colour), "linewidth": line.width, "linestyle": dashes}
+            style: dict[str, Any] = {"color": colour_of(line.colour), "linewidth": line.width, "linestyle": dashes}
             axes.plot(line.steps, line.values, marker=marker, markersize=4, **style)
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)

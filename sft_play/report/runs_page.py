@@ -84,7 +84,7 @@ def _cells(run: RunRecord) -> tuple[Cell, ...]:
         measured = run.latest("memory/peak_bytes") if run.chosen.get("device") == "cuda" else None
     memory = _number("memory", measured or predicted, lambda size: format_bytes(int(size)))
     if predicted and not measured:
-        memory = memory._replace(text=f"{memory.text} predicted")
+        memory = Cell(memory.column, f"{memory.text} predicted", memory.order)
     mode = str(run.value("tuning.mode"))
     return (
         _word("model", shown(run, "model.name")),
