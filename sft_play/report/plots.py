@@ -97,9 +97,9 @@ def curves(
     def draw(axes: Axes) -> list[Hint]:
         for line in lines:
             marker = "o" if line.markers or len(line.steps) == 1 else None
-            dashes = (0, (4, 1.5)) if line.dashed else "-"
-            style: dict[str, Any] = {"color": colour_of(line.colour), "linewidth": line.width, "linestyle": dashes}
-            axes.plot(line.steps, line.values, marker=marker, markersize=4, **style)
+            dashes: Any = (0, (4, 1.5)) if line.dashed else "-"
+            (drawn,) = axes.plot(line.steps, line.values, color=colour_of(line.colour), linestyle=dashes)
+            drawn.set(linewidth=line.width, marker=marker, markersize=4)
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
         if from_zero:
