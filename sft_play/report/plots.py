@@ -96,7 +96,7 @@ def curves(
 
     def draw(axes: Axes) -> list[Hint]:
         for line in lines:
-            marker = "o" if line.markers or len(line.steps) == 1 else None
+            marker = "o" if line.markers or len(line.steps) == 1 else ""
             dashes: Any = (0, (4, 1.5)) if line.dashed else "-"
             (drawn,) = axes.plot(line.steps, line.values, color=colour_of(line.colour), linestyle=dashes)
             drawn.set(linewidth=line.width, marker=marker, markersize=4)
