@@ -9,14 +9,6 @@ from typing import Any
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
 from sft_play.sizing.budget import CONTEXTS
 
-# The start of the names of the series that were measured on a GPU.
-GPUS = {
-    "Tesla T4": "t4_",
-    "RTX 4080": "rtx4080",
-    "L40S, after a step": "l40s",
-    "A100": "a100_fms",
-    "A100, the loss alone": "a100_loss",
-}
 RESERVED_AIM = 0.04
 # Steps of models that processes divide, and the results that hold them.
 DIVIDED = {
@@ -35,25 +27,15 @@ OTHER_RUNS = {
 }
 
 
-def published(start: str, kind: str) -> list[float]:
-    """The errors of one kind in all series whose names start like that."""
+def published(kind: str) -> list[float]:
+    """The errors of one kind in all published series."""
     tree = results("evidence")
-    rows = (row for name in tree if name.startswith(f"rows_{start}") for row in tree[name])
+    rows = (row for name in tree if name.startswith("rows_") for row in tree[name])
     return [row["errors"][kind] for row in rows if kind in row["errors"]]
 
 
-def memory_on_gpus() -> str:
-    """Errors of predictions for steps that others measured, by GPU."""
-    rows = []
-    for gpu, start in GPUS.items():
-        tensors = published(start, "allocated") or published(start, "after_step")
-        others = (published(start, kind) for kind in ("reserved", "process"))
-        rows.append([gpu, str(len(tensors)), *map(spread, (tensors, *others))])
-    return table(("measured by others", "rows", "allocated", "reserved", "process"), rows)
-
-
 def evidence() -> str:
-    """The same for each published series, beside the publisher's own predictor."""
+    """Errors of predictions for each published series, beside the publisher's own predictor."""
     tree = results("evidence")
     kinds = ("publisher_allocated", "reserved", "process", "publisher_process", "tokens_per_second")
     rows = []

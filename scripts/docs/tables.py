@@ -22,7 +22,6 @@ from scripts.docs.memory_tables import (
     evidence_sharded,
     gpu_proofs,
     memory_on_a_cpu,
-    memory_on_gpus,
     other_random_runs,
     outside_on_a_gpu,
     published,
@@ -296,7 +295,7 @@ def _speed() -> str:
 
 
 def _memory() -> str:
-    errors, random = list(map(abs, published("", "allocated"))), results("random")
+    errors, random = list(map(abs, published("allocated"))), results("random")
     uneven, held_out = random["errors"]["all"], results("random_heldout")["errors"]["all"]
     all_drawn = [row["number"] for row in random["rows"]] == list(range(len(random["rows"])))
     sample = "settings drawn at random" if all_drawn else "random settings, some of them picked,"
@@ -347,7 +346,6 @@ TABLES = {
     "start-up": start_up,
     "planner": planner,
     "plan-time": plan_time,
-    "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
     "several-processes": several_processes,
