@@ -169,7 +169,7 @@ class TrainedWhole(Reason):
 
     def __str__(self) -> str:
         return (
-            f"{self.parameters:,} parameters of {counted(self.modules, 'module')} are trained whole "
+            f"{self.parameters:,} parameters of {counted(self.modules, 'module')} are trained in full "
             f"(tuning.lora.modules_to_save: {', '.join(self.names)})"
         )
 

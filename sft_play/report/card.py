@@ -210,7 +210,7 @@ def _settings(config: RunConfig) -> list[tuple[str, str]]:
         if lora.init != "default" or lora.plus_ratio:
             rows.append(("initialization, LoRA+ ratio", f"{lora.init}, {lora.plus_ratio or 1:g}"))
         if lora.modules_to_save:
-            rows.append(("modules trained whole", ", ".join(lora.modules_to_save)))
+            rows.append(("modules trained in full", ", ".join(lora.modules_to_save)))
     if config.model.new_tokens:
         rows.append(("new tokens", ", ".join(f"`{token}`" for token in config.model.new_tokens)))
     return [

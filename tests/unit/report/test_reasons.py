@@ -183,7 +183,7 @@ SENTENCES = [
     ),
     (
         TrainedWhole(100, 1, ("lm_head",)),
-        "100 parameters of 1 module are trained whole (tuning.lora.modules_to_save: lm_head)",
+        "100 parameters of 1 module are trained in full (tuning.lora.modules_to_save: lm_head)",
     ),
     (
         AttentionKernel("FlashAttention 3", "one"),
