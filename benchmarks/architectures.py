@@ -74,18 +74,18 @@ RESULT = RESULTS / "models_cpu.json"
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 GUIDE_TEXT = """# Which models train
 
-All causal language models that `transformers` knows, and multimodal ones that people train on text, built
-small with random weights, then planned, loaded and trained for two steps on a CPU by `make bench-models`,
-which writes this page: {found}. Other multimodal models may train in the same way.
+`make bench-models` writes this page. It builds all causal language models that `transformers` knows, and
+multimodal ones that people train on text, small with random weights, then plans, loads and trains each for
+two steps on a CPU: {found}. Other multimodal models may train too.
 
-- **yes**: it trained. The percentage is the error of the predicted peak memory against the measured one. Such
-  small models have peaks of a few megabytes, so that a few kilobytes are a large share.
+- **yes**: it trained. A percentage is the error of the predicted peak memory, where it is not 0.00%. Such
+  small models have peaks of a few megabytes, so a few kilobytes are a large share.
 - **packed**: LoRA with `train.packing=true`, which joins rows end to end. Models that would mix joined rows
-  are refused: "boundaries" means that the model does not pass on where a row ends; otherwise the layers that
-  would mix rows are named. Without packing, rows of these models are padded.
+  are refused: "boundaries" means that the model does not pass on where a row ends; otherwise the cell names
+  the layers that would mix rows. Without packing, their rows are padded.
 - **experts 46%**: QLoRA is refused, because 46% of the weights are fused experts, which would stay in 16 bit.
-- **no forecast**: what the step computes depends on the data, so it cannot be traced. The plan says so, and
-  the probe measures its memory.
+- **no forecast**: what the step computes depends on the data, so it cannot be traced; the probe measures its
+  memory.
 - **no**: refused for the reason in the notes.
 
 {errors}
@@ -368,12 +368,7 @@ def _mark(outcome: Outcome) -> str:
         return "**fails**" if outcome.crashed else _short(outcome.refusal) or "no"
     if not outcome.traceable:
         return "yes, no forecast"
-    return "yes" if outcome.error is None else f"yes, {percent(outcome.error)}"
-
-
-def percent(error: float) -> str:
-    """An error with its sign, but zero without one."""
-    return "0.00%" if abs(error) < 5e-5 else f"{error:+.2%}"
+    return "yes" if abs(outcome.error or 0) < 5e-5 else f"yes, {outcome.error:+.2%}"
 
 
 def _short(refusal: str) -> str:

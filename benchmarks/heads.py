@@ -6,7 +6,7 @@
 The first form writes benchmarks/results/heads_gpu.json, the second one nothing. TRL's computes logits twice,
 in tiles of a fixed size; the others take gradients in the forward pass, so they compute one of three products
 with a frozen weight less, one of four with a trained one. Liger's is no choice of a run: it saves a tile of
-256 MiB at most and half of one gradient (decision 0079), so it has to be faster to become one.
+256 MiB at most and half of one gradient (decision 0104), so it has to be faster to become one.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""The example rows of docs/guides/data.md, as they are trained on."""
+"""The example rows of docs/reference/data-formats.md, as they are trained on."""
 
 import json
 from collections.abc import Iterator

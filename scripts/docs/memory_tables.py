@@ -18,6 +18,21 @@ GPUS = {
     "A100, the loss alone": "a100_loss",
 }
 RESERVED_AIM = 0.04
+# Steps of models that processes divide, and the results that hold them.
+DIVIDED = {
+    "weights": "sharding",
+    "weights, another seed": "sharding_heldout",
+    "weights, which stay gathered to the backward pass in two of three steps": "gathered",
+    "weights; layers recomputed, all but the last few or with MLPs in three tiles": "sharding_mixed",
+    "weights; layers recomputed from inputs in RAM": "sharding_in_ram",
+    "weights and tokens": "sequence",
+}
+# Random runs beside those of `random_on_a_cpu`.
+OTHER_RUNS = {
+    "of another seed": "random_heldout",
+    "after a probe, two processes": "random_probed",
+    "with divided tokens, two processes": "random_sequence",
+}
 
 
 def published(start: str, kind: str) -> list[float]:
@@ -224,16 +239,18 @@ def reserved_open() -> str:
 
 
 def evidence_seconds() -> str:
-    """Tokens per second of the published rows that say them, beside those of the clock."""
+    """Tokens per second of the published rows that say them, and errors of the clock, by kind of step."""
     tree = results("evidence")
     found = (row for name in tree if name.startswith("rows_") for row in tree[name])
-    rows = []
+    kinds: dict[str, list[tuple[str, str, str]]] = {}
     for row in found:
         if "tokens_per_second" in row:
+            before, shape, after = re.split(r" (\d+x\d+)", row["name"])
             speed = row["tokens_per_second"]
-            sizes = (f"{speed['measured']:.0f}", f"{speed['predicted']:.0f}")
-            rows.append([row["name"], *sizes, signed(speed["error"], 1)])
-    return table(("row", "measured tokens/s", "predicted", "error"), rows)
+            cells = (shape, f"{speed['measured']:,.0f}", signed(speed["error"], 1))
+            kinds.setdefault(before + after, []).append(cells)
+    rows = ([kind, *map(" / ".join, zip(*each, strict=True))] for kind, each in kinds.items())
+    return table(("step", "rows x tokens", "measured tokens/s", "error of the prediction"), rows)
 
 
 def evidence_overlap() -> str:
@@ -284,25 +301,34 @@ def memory_on_a_cpu() -> str:
     return table(("precision", "steps", "median error", "worst"), rows)
 
 
-def random_on_a_cpu(file: str = "random") -> str:
+def random_on_a_cpu() -> str:
     """Errors of predicted peaks of random runs with uneven rows: in all, by type, engine and phase."""
+    errors = results("random")["errors"]
+    return _of_runs(
+        {name.replace("engine none", "one process"): found for name, found in errors.items()}, "peak of"
+    )
+
+
+def other_random_runs() -> str:
+    """The same of other random runs, all phases together."""
+    return _of_runs({name: results(file)["errors"]["all"] for name, file in OTHER_RUNS.items()}, "runs")
+
+
+def _of_runs(errors: dict[str, dict[str, Any]], what: str) -> str:
     rows = []
-    errors = results(file)["errors"]
-    if errors.get("after a probe") == errors["all"]:
-        del errors["after a probe"]  # all were probed
     for name, found in errors.items():
         worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
         share = f"{found['within_target']} of {found['runs']}"
-        name = name.replace("engine none", "one process").removeprefix("precision ")
         rows.append([name, f"{found['median']:.3%}", share, *worst])
-    return table(("peak of", "median error", "within 0.1%", "highest", "lowest"), rows)
+    return table((what, "median error", "within 0.1%", "highest", "lowest"), rows)
 
 
-def divided_on_a_cpu(file: str = "sharding") -> str:
-    """Errors of predicted peaks of steps under FSDP2 against measured ones, by precision."""
+def divided_on_a_cpu() -> str:
+    """Errors of predicted peaks of steps under FSDP2 against measured ones, by what was divided and how."""
     rows = []
-    for name, found in results(file)["by_precision"].items():
-        errors = (f"{found['median']:.4%}", signed(found["worst"], 4), str(found["within_target"]))
-        rows.append([name, str(found["cases"]), *errors, f"{found['scratch']:.1%}"])
-    head = ("precision", "steps", "median error", "worst", "within 0.1%", "oneDNN adds at most")
-    return table(head, rows)
+    for name, file in DIVIDED.items():
+        found = results(file)["by_precision"].values()
+        worst = max((one["worst"] for one in found), key=abs)
+        steps, within = (str(sum(one[key] for one in found)) for key in ("cases", "within_target"))
+        rows.append([name, steps, signed(worst, 4), within, f"{max(one['scratch'] for one in found):.1%}"])
+    return table(("divided", "steps", "worst error", "within 0.1%", "oneDNN adds at most"), rows)

@@ -6,7 +6,6 @@ key of TABLES. The pages are written by scripts/docs/__main__.py.
 
 import re
 import statistics
-from functools import partial
 from typing import Literal
 
 import yaml
@@ -24,6 +23,7 @@ from scripts.docs.memory_tables import (
     gpu_proofs,
     memory_on_a_cpu,
     memory_on_gpus,
+    other_random_runs,
     outside_on_a_gpu,
     published,
     random_on_a_cpu,
@@ -345,16 +345,11 @@ TABLES = {
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
-    "divided-tokens": partial(divided_on_a_cpu, "sequence"),
-    "kept-gathered": partial(divided_on_a_cpu, "gathered"),
-    "mixed-activations": partial(divided_on_a_cpu, "sharding_mixed"),
-    "inputs-in-ram": partial(divided_on_a_cpu, "sharding_in_ram"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
-    "random-after-a-probe": partial(random_on_a_cpu, "random_probed"),
+    "other-random-runs": other_random_runs,
     "compiled-on-a-cpu": compiled_on_a_cpu,
     "compilations": compilations,
-    "random-divided-tokens": partial(random_on_a_cpu, "random_sequence"),
     "evidence": evidence,
     "evidence-seconds": evidence_seconds,
     "evidence-overlap": evidence_overlap,

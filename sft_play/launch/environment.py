@@ -17,7 +17,7 @@ from sft_play.upstream.patching import lasting
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
-# What decides instead of each is in ACCELERATE_SETUP.md.
+# What decides instead of each is in docs/reference/environment.md.
 SETTLED_ELSEWHERE = (
     "ACCELERATE_*",
     "XLA_USE_BF16",

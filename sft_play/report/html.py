@@ -81,6 +81,7 @@ class Section:
     id: str
     title: str
     blocks: Sequence[Block]
+    half: bool = False  # whether another one is beside it where there is room
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def _section(run: RunRecord, name: str, title: str, build: Build) -> Section:
     except OTHER_FORM as error:  # the other sections can still be made
         reason = f"This part of the run's files is damaged ({type(error).__name__}: {error})."
         blocks = [Text([reason], warning=True)]
-    return Section(name, title, blocks or [Text([NOT_YET if run.activity else NOT_RECORDED])])
+    half = name in ("asked", "environment")
+    return Section(name, title, blocks or [Text([NOT_YET if run.activity else NOT_RECORDED])], half)
 
 
 def status_line(run: RunRecord) -> str:
@@ -241,13 +242,13 @@ def _data(run: RunRecord) -> Iterator[Block]:
     splits = {split: data[split] for split in ("train", "val", "test") if data.get(split)}
     if not splits:
         return
-    rows = [_split_row(split, counts) for split, counts in splits.items()]
-    head = ("split", "rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
-    yield Table(head, rows, "Tokenized rows; lengths in tokens")
     if lengths := (splits.get("train") or {}).get("histogram"):
         plot = histogram("Histogram: rows of the train split by tokens", **lengths)
         caption = f"Bins of {counted(lengths['width'], 'token')}; {counted(splits['train']['rows'], 'row')}"
         yield Figures([Figure("Length of the training rows", plot, caption)])
+    measured = ("rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
+    rows = list(zip(measured, *map(_counts, splits.values()), strict=True))
+    yield Table(("", *splits), rows, "Tokenized rows; lengths in tokens")
     reasons = [
         f"{split}: {count:,} rows dropped: {reason}"
         for split, counts in splits.items()
@@ -261,7 +262,7 @@ def _data(run: RunRecord) -> Iterator[Block]:
     yield Text([f"Fingerprint of the tokenized rows: {data.get('fingerprint', MISSING)}"])
 
 
-def _split_row(split: str, counts: Tree) -> tuple[str, ...]:
+def _counts(counts: Tree) -> tuple[str, ...]:
     lengths, dropped = counts.get("lengths") or {}, counts.get("dropped")
     numbers = (
         counts.get("truncated"),
@@ -269,7 +270,6 @@ def _split_row(split: str, counts: Tree) -> tuple[str, ...]:
         *(lengths.get(key) for key in ("p50", "p99", "max")),
     )
     return (
-        split,
         f"{counts['rows']:,}",
         f"{counts['tokens']:,}",
         f"{counts['supervised_tokens'] / counts['tokens']:.1%}",

@@ -42,7 +42,7 @@ from sft_play.train.session import Session
 from sft_play.ui.console import console
 
 TURNS = 4  # steps of each side, in alternating order; the first one warms up
-SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads of 16 bits do (decision 0079)
+SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads of 16 bits do (decision 0104)
 
 Forwards = Mapping[torch.nn.Module, Any]  # module -> the function by which it computes
 

@@ -1,4 +1,4 @@
-"""A faulty run ends quickly, names the rank and the reason, and leaves no process behind (docs/guides/faults.md)."""
+"""A faulty run ends quickly, names the rank and the reason, and leaves no process behind (docs/reference/faults.md)."""
 
 import pytest
 

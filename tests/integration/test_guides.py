@@ -26,7 +26,12 @@ from tests.integration.cli import make_workspace
 
 pytestmark = pytest.mark.integration
 
-GUIDES = ("MULTI_GPU_GUIDE.md", "ACCELERATE_SETUP.md")
+GUIDES = (
+    "MULTI_GPU_GUIDE.md",
+    "ACCELERATE_SETUP.md",
+    "docs/guides/offload.md",
+    "docs/guides/long-rows.md",
+)
 MARKS = ("needs GPUs", "needs answers")
 OTHER_LANGUAGES = ("text", "yaml")
 CLUSTER = re.compile(r"multi-node|slurm", re.IGNORECASE)

@@ -22,7 +22,8 @@ def ours(cell: str) -> list[str]:
 
 
 def test_there_is_a_table_for_each_tool():
-    assert re.findall(r"^## (.*)", PAGE, re.MULTILINE)[1:] == ["TRL", "Axolotl", "LLaMA-Factory", "Unsloth"]
+    tools = ["TRL", "Axolotl", "LLaMA-Factory", "Unsloth"]
+    assert re.findall(r"^## (.*)", PAGE, re.MULTILINE)[1:-1] == tools
     assert len(ROWS) > 60
 
 

@@ -9,7 +9,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text())
-GUIDE = (ROOT / "docs" / "guides" / "faults.md").read_text()
+GUIDE = (ROOT / "docs" / "reference" / "faults.md").read_text()
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
 
 

@@ -58,7 +58,7 @@ def test_a_finished_run_fills_every_section(page):
         ("speed", ["predicted 500 ms, measured 600 ms (prediction 17% too low)", "Seconds per step"]),
         ("scaling", ["1 (this run) 4 2 8 10 1.0e-03 1.0e-03 1.0e-03 one process 1.00 0% 1.00x 2 4 1 8 10 1.0e-03 1.0e-03 1.0e-03 DDP"]),
         ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
-        ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
+        ("data", ["train val rows 100 100 tokens 5,000 5,000 supervised 50.0% 50.0%", "dropped 2 2 median 40 40", "2 rows dropped: empty", "few rows", "abc123"]),
         ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
         ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "answers to 10 rows of test"]),
         ("answers", ["before training (empty)", "prompt 3 + 4? reference 7 answer seven"]),
