@@ -23,7 +23,7 @@ class Planned:
     """A plan for one machine, or those for each of the common GPUs; a notebook shows it as a table."""
 
     tree: dict[str, Any]  # what `sft-play plan --json` prints; bytes are integers
-    shown: RenderableType = field(repr=False)
+    shown: RenderableType = field(repr=False)  # the same for a console of rich
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def answers_of(prompt: str, record: Mapping[str, Any], names: Mapping[str, str])
 class Run:
     """A run directory; a notebook shows its report. What is not there is empty."""
 
-    path: Path
+    path: Path  # of the folder
 
     @property
     def summary(self) -> dict[str, Any]:
