@@ -60,7 +60,7 @@ def turn_of(gpu: str, name: str, side: str) -> tuple[list[int], Callable[..., fl
         own = replace(spec, batch=JoinedRows(tokens), supervised_share=round(share * SHARES) / SHARES)
         work = shared_traces(model).work(own).at(tokens)
         batch = MicroBatch(tokens, tokens * length, tokens / lengths.mean())
-        return round(sum(step_seconds(fused(work) if config.train.compile else work, profile, batch)), 4)
+        return round(sum(step_seconds(fused(work) if config.train.asks_compile else work, profile, batch)), 4)
 
     return chosen.tokens_per_step, seconds
 

@@ -188,7 +188,7 @@ def _with_rows(config: str | Path | None, changed: Settings, data: object) -> Pa
     """The config of a run with `data` in place of the training rows, and `changed` settings."""
     overrides = _overrides(changed)  # which refuses what no file can have
     if config is None and "model.name" not in changed:
-        raise ConfigError("model: expected the name of a model, or a folder, since there is no config")
+        raise ConfigError("model: without a config, expected a model's name or folder")
     name, folder = changed.get("output.name", "run"), changed.get("output.dir", "runs")
     if config is not None:
         output = load_config(config, overrides).config.output

@@ -72,7 +72,7 @@ def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
         raise ConfigError(f"{keyword} is a setting of {len(names)} sections; write {written}")
     close = difflib.get_close_matches(keyword, known, n=1)
     meant = f"; did you mean {close[0]}?" if close else "; docs/reference/config.md lists all settings"
-    raise ConfigError(f"{keyword} is no setting{meant}")
+    raise ConfigError(f"{keyword} is not a setting{meant}")
 
 
 def write_given(
@@ -134,7 +134,7 @@ def _lines(rows: Iterable[Any], *, one_format: bool) -> Iterator[bytes]:
         if not row.keys() >= keys:
             raise ConfigError(
                 f"data: row {number} has the keys {', '.join(map(str, row))}, and row 1 those of the format "
-                f"{name}: {', '.join(FORMATS[name].keys)}; all rows have one format"
+                f"{name}: {', '.join(FORMATS[name].keys)}; all rows must have the same format"
             )
         try:
             yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
@@ -153,7 +153,7 @@ def _require_rows(data: Any) -> None:
     if not isinstance(data, Sequence) and not (is_dataset and hasattr(data, "__len__")):
         raise ConfigError(
             f"data: expected a list of dicts, a datasets.Dataset or a path, found a {type(data).__name__}; "
-            "what can be read only once becomes a list by list(...)"
+            "turn an iterator into a list: list(...)"
         )
     if not len(data):
         raise ConfigError("data: expected rows, found none")

@@ -16,7 +16,7 @@ def access_token(repository: str) -> str:
     token = get_token()
     if not token:
         raise ConfigError(
-            "make push needs an access token of the Hugging Face Hub: make one that may write at "
+            "make push needs a Hugging Face access token: create one with write permission at "
             "https://huggingface.co/settings/tokens, then run `.venv/bin/hf auth login` or set HF_TOKEN"
         )
     return token

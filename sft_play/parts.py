@@ -215,7 +215,7 @@ def ways(train: "TrainConfig", device: str) -> Iterator[Activations]:
     if not train.asks_tiles:
         yield Activations()
     yield RECOMPUTED
-    if device == "cuda" and not train.compile:
+    if device == "cuda" and not train.asks_compile:
         yield Activations(policy="offload")
 
 

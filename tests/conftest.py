@@ -42,7 +42,7 @@ sys.dont_write_bytecode = False
 # Most of what tests make is freed without the collector, which would look at it a hundred times a second.
 gc.set_threshold(20_000, 10, 10)
 
-pytest_plugins = ["tests.finished"]
+pytest_plugins = ["tests.finished", "tests.together"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
@@ -142,6 +142,17 @@ def _own_console():
     set_console(None)
     yield
     set_console(None)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For runs in this process: tests run side by side, and with more threads sums change their order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -154,6 +154,6 @@ def asked_for() -> str:
     chosen = [row.label for row in SEVERAL.values() if row.automatic]
     never = [row.name for row in SEVERAL.values() if not row.automatic]
     return (
-        f"auto: {chosen[0]}, or {' or '.join(chosen[1:])} if the memory that it saves makes the run fit or "
-        f"train faster. Never chosen, only asked for: {', '.join(never)}."
+        f"auto: {chosen[0]}, or {' or '.join(chosen[1:])} if the memory it saves makes the run fit or train "
+        f"faster. Only when set explicitly: {', '.join(never)}."
     )

@@ -45,7 +45,7 @@ class Option:
         """
         if not self.runs_on(device, capability):
             found = "{} ({}.{})".format(name, *capability or ()) if device == "cuda" else "the CPU"
-            raise ConfigError(f"{self.setting} needs {self.of_gpus}, and this is {found}; set {self.off}")
+            raise ConfigError(f"{self.setting} needs {self.of_gpus}, but this is {found}; set {self.off}")
         if here and not self.is_installed():
             raise ConfigError(
                 f"{self.setting} needs the package {' and '.join(self.packages.values())}, which is not "
@@ -68,16 +68,36 @@ class LayerKernels(Option):
         """Raises a ConfigError if they serve none of a model's modules."""
         if not count:
             raise ConfigError(
-                f"{self.setting}: none of {model_type}'s modules are those that {self.label} compute "
-                f"({self.serves} as of {', '.join(self.examples)}); allowed for it: auto, own"
+                f"{self.setting}: {self.label} replace {self.serves} like those of "
+                f"{', '.join(self.examples)}, and {model_type} has none; allowed for it: auto, own"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledLayers(Option):
+    """Decoder layers that torch.compile compiles: faster steps, after seconds of compiling."""
+
+    name: str
+    label: str
+    # by "cuda" or "cpu": seconds to compile where no code is kept, and how many times as fast steps are then;
+    # a device without them compiles only if asked to
+    expected: dict[str, tuple[float, float]]
 
 
 # Triton compiles for no older GPU.
 TRITON: tuple[Span, ...] = (((7, 0), (99, 0)),)
-OF_TRITON = "a GPU of compute capability 7.0 or newer, for which Triton compiles"
-COMPILED = Option(
-    setting="train.compile=true", off="train.compile=false", gpus=TRITON, of_gpus=OF_TRITON, on_cpu=True
+OF_TRITON = "a GPU of compute capability 7.0 or newer, as Triton does"
+# Of an H200: benchmarks/results/gpu/NVIDIA-H200-x1.json. On a CPU steps of useful size were no faster
+# (benchmarks/results/compiled_cpu.json).
+COMPILED = CompiledLayers(
+    name="compiled",
+    label="Compiled layers",
+    setting="train.compile=true",
+    off="train.compile=false",
+    gpus=TRITON,
+    of_gpus=OF_TRITON,
+    on_cpu=True,
+    expected={"cuda": (91.0, 1.41)},
 )
 # PyTorch has such products for Blackwell of workstations (12.x) too, where they were reported to fail:
 # https://github.com/pytorch/pytorch/issues/192707
@@ -85,7 +105,7 @@ FLOAT8 = Option(
     setting="train.float8=true",
     off="train.float8=false",
     gpus=(((8, 9), (9, 1)), ((10, 0), (11, 0))),
-    of_gpus="a GPU of compute capability 8.9 (Ada), 9.0 (Hopper) or 10.x (Blackwell of data centers)",
+    of_gpus="a GPU of compute capability 8.9 (Ada), 9.0 (Hopper) or 10.x (data-center Blackwell)",
     packages={"torchao": "torchao"},
     extra="float8",
 )

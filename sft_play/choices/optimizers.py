@@ -128,8 +128,8 @@ OPTIMIZERS = {
         ),
         _AdamW(
             name="adamw_8bit",
-            says="Those with _8bit or _32bit are from bitsandbytes; a paged_ one moves its states to RAM "
-            "while the GPU is full.",
+            says="Names ending in _8bit or _32bit are from bitsandbytes; paged_ ones move their states to "
+            "RAM when the GPU is full.",
             bits=8,
             divided=("joined",),
         ),
@@ -140,7 +140,7 @@ OPTIMIZERS = {
             code="transformers.optimization:Adafactor",
             settings={"scale_parameter": False, "relative_step": False},
             state=_adafactor_state,
-            says="adafactor: for each matrix, a row and a column instead of two states.",
+            says="adafactor: stores a row and a column per matrix instead of two full states.",
         ),
         _Lion(
             name="lion_32bit",

@@ -140,7 +140,7 @@ def _unusable(given: DataInput, error: DataError) -> Finding:
     where = f"{given.key} in the config" if "[" in given.key else f'ARGS="{given.key}=<file>"'
     fix = f"correct the file, or use another one: {where}"
     if given.alone:
-        fix = f"correct the file, or name the training rows alone: {given.alone}"
+        fix = f"correct the file, or use only the training rows: {given.alone}"
     return Finding(ERROR, "data", str(error), fix)
 
 
@@ -305,14 +305,14 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
         return Finding(ERROR, "plan", str(error))
     except DoesNotFitError as error:
         level, assumed = (
-            (WARNING, "with full rows, since the data was not looked at, ") if on_hub else (ERROR, "")
+            (WARNING, "assuming full rows, since the data was not read, ") if on_hub else (ERROR, "")
         )
         return Finding(level, "plan", f"{assumed}{error}")
     if plan.memory is None:
         return Finding(WARNING, "plan", "the memory of this run cannot be predicted", "run `make probe`")
     needed, budget = format_bytes(plan.memory.process_bytes), format_bytes(plan.memory.budget_bytes)
     where = counted(processes, process_unit(plan.device))
-    return Finding(OK, "plan", f"fits {where}: predicted {needed} a process, of a budget of {budget}")
+    return Finding(OK, "plan", f"fits {where}: {needed} per process predicted, of a budget of {budget}")
 
 
 def disk_findings(output: Path) -> list[Finding]:
@@ -333,7 +333,7 @@ def device_findings(machine: Machine) -> Iterator[Finding]:
     """GPUs, and other processes on them."""
     if not machine.gpus:
         what = f"training runs on the CPU: {machine.note}"
-        fix = "fine for small models, such as SmolLM2-135M; `make plan` says how long a step of others takes"
+        fix = "fine for small models, such as SmolLM2-135M; `make plan` predicts the step time of larger ones"
         yield Finding(WARNING, "device", what, fix)
         return
     what = f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"

@@ -49,12 +49,10 @@ def context_answer(
     """
     config, length = resolved.config, asked_tokens(asked.context or LONGEST)
     if asked.model and not asked.gpu:
-        raise ConfigError(
-            f'CONTEXT={asked.context} is answered for one kind of GPU: add GPU="H100 80GB" (and NGPU=8)'
-        )
+        raise ConfigError(f'CONTEXT={asked.context} needs one kind of GPU: add GPU="H100 80GB" (and NGPU=8)')
     if config.train.packing and config.train.effective_batch_size:
         raise ConfigError(
-            "CONTEXT asks how long rows may be, and with train.packing, train.effective_batch_size counts "
+            "CONTEXT varies the length of rows, but with train.packing, train.effective_batch_size counts "
             "their tokens: leave it out"
         )
     positions = architecture.facts.position_limit

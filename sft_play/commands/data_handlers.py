@@ -41,7 +41,10 @@ def prepare(args: Arguments, show: int) -> int:
         if show:
             print_samples(loaded.rows, loaded.tokenizer, show)
     hint = Words(
-        Text(as_typed("SHOW=3 shows rows as they are trained, what is learned in colour"), style="dim")
+        Text(
+            as_typed("SHOW=3 prints rows as the model sees them, with supervised tokens in colour"),
+            style="dim",
+        )
     )
     shown = [""] if show else ["", hint, ""]
     return end(args, loaded.rows.stats, *shown, then=["plan", "train"])

@@ -78,8 +78,8 @@ def _require_libraries(suffixes: set[str]) -> None:
     missing = [package for module, package in needed if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"reading these documents needs {' and '.join(missing)}, not installed; "
-            f"run `{install_command('documents')}`"
+            f"reading these documents needs {' and '.join(missing)} (not installed); run "
+            f"`{install_command('documents')}`"
         )
 
 

@@ -44,7 +44,7 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"make export needs gguf, not installed; run `{install_command('export')}`")
+        raise ConfigError(f"make export needs gguf (not installed); run `{install_command('export')}`")
     output = output or run.path / "gguf"
     require_overwritable(output, EXPORT_INFO, "export")
     finished_weights(config, run)
@@ -115,16 +115,16 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold")
     if not result["template"]:
         say(
-            f"{modelfile} has no TEMPLATE: only the chat templates plain and chatml are written for Ollama "
-            "here, and Ollama recognizes only some of those inside GGUF files: compare its prompts",
+            f"{modelfile} has no TEMPLATE: SFT-Play writes one for the chat templates plain and chatml only, "
+            f"and Ollama recognizes only some of those inside GGUF files: compare its prompts",
             style="yellow",
         )
     if result["system_left_out"]:
         say(f'{modelfile} has no SYSTEM: data.system_prompt contains """', style="yellow")
     if bos := result["bos_of_texts"]:
         say(
-            f"the file adds no {bos}, which chats did not begin with in training: write it yourself at the "
-            "beginning of a prompt that is no chat",
+            f"the file adds no {bos}, because chats did not begin with it in training: add it yourself to a "
+            f"prompt that is not a chat",
             style="yellow",
         )
     command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"

@@ -29,7 +29,7 @@ def init(args: Arguments, file: Path) -> int:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
     except FileExistsError:
-        found = f"{file} exists and is not overwritten"
+        found = f"{file} exists and will not be overwritten"
         raise ConfigError(f"{found}; name another file: sft-play init another.yaml") from None
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror}") from None

@@ -27,7 +27,7 @@ MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of merged weights
 
-force = switch("--force", "overwrite a file that is not ours")
+force = switch("--force", "overwrite a file that SFT-Play did not write")
 engine = flag("--engine", "distributed engine (default: parallel.engine)", metavar="NAME")
 processes = number(
     "--processes", "NGPU", "processes; 0: one per visible GPU (default: 1)", 0, MOST_PROCESSES, default=1
@@ -69,12 +69,16 @@ def check(args: Arguments) -> int:
 )
 @flag("--gpu", 'plan for this GPU instead, e.g. "RTX 4090"', metavar="NAME")
 @number("--gpus", "NGPU", "number of GPUs (default: all visible GPUs, or one with --gpu)", 1, MOST_PROCESSES)
-@flag("--context", "the longest row that fits (max), or whether one of so many tokens does", metavar="max|N")
-@number("--rows", "ROWS", "training rows that are not here: how many", 1, MOST_ROWS)
-@number("--tokens", "TOKENS", "their median length in tokens", 2, MOST_TOKENS)
-@flag("--lengths", "or how their lengths are spread", metavar="lognormal:MEDIAN:P95")
-@amount("--gpu-hour", "GPU_HOUR", "price of a GPU for an hour; the plan says what the run costs", "PRICE")
-@switch("--why", "also say why, and show memory by phase and other numbers of GPUs")
+@flag(
+    "--context",
+    "find the longest row that fits (max), or check whether a row of N tokens fits",
+    metavar="max|N",
+)
+@number("--rows", "ROWS", "number of training rows, to plan without data", 1, MOST_ROWS)
+@number("--tokens", "TOKENS", "median length of these rows in tokens", 2, MOST_TOKENS)
+@flag("--lengths", "or the distribution of their lengths", metavar="lognormal:MEDIAN:P95")
+@amount("--gpu-hour", "GPU_HOUR", "price of one GPU per hour, to estimate what the run costs", "PRICE")
+@switch("--why", "also explain each choice, and show memory by phase and other numbers of GPUs")
 def plan(args: Arguments, model: str | None, **_flags: object) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
     if args.config:
@@ -153,7 +157,7 @@ def train(
 
 @command("slurm")
 @flag("--nodes", "number of nodes (default: 1)", metavar="N")
-@flag("--gpus", "GPUs per node; 0: none (default: the default of the partition)", metavar="N")
+@flag("--gpus", "GPUs per node; 0: none (default: the partition's)", metavar="N")
 @engine
 @flag("--partition", "SLURM partition")
 @flag("--time", "time limit, e.g. 24:00:00")

@@ -92,11 +92,11 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
 def _require_sound(options: Options) -> None:
     """Checks what was typed, and that lm-eval is installed."""
     if not options.tasks:
-        raise ConfigError("TASKS= names no task; separate several by commas: TASKS=hellaswag,arc_easy")
+        raise ConfigError("TASKS= names no task; separate several with commas: TASKS=hellaswag,arc_easy")
     if options.folder and not options.folder.is_dir():
         raise ConfigError(f"IN={options.folder} is not a folder; expected one with task definitions (*.yaml)")
     if find_spec("lm_eval") is None:
-        raise ConfigError(f"make eval-lm needs lm-eval, not installed; run `{install_command('lm-eval')}`")
+        raise ConfigError(f"make eval-lm needs lm-eval (not installed); run `{install_command('lm-eval')}`")
 
 
 def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, str]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # --- chat ---
 
 HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
-NO_FOLLOW_UP = "Each starts a new chat; type /reset before a text of yours that is no follow-up."
+NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
@@ -72,7 +72,7 @@ def run_chat_command(chat: Dialogue, line: str) -> str | None:
     if command == "/system":
         chat.system, chat.turns = text.strip() or None, []
         return f"system prompt: {chat.system or '(none)'}; started a new conversation"
-    return HELP if command == "/help" else f"unknown command {command}; there are:\n{HELP}"
+    return HELP if command == "/help" else f"unknown command {command}; available:\n{HELP}"
 
 
 def fit_history(
@@ -163,7 +163,7 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     console().print(HELP, style="dim")
     prompts = _prompts_to_try(run)
     if prompts:
-        console().print("Rows that were held out, to try:", style="dim")
+        console().print("Held-out rows to try:", style="dim")
         for prompt in prompts:
             console().print(f"  {prompt}", highlight=False, soft_wrap=True)
         console().print(NO_FOLLOW_UP, style="dim")

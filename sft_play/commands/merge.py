@@ -96,7 +96,7 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTra
     if getattr(base.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model.name: the weights of '{config.model.name}' are quantized, and an adapter cannot be "
-            "merged into them. Set model.name to the 16-bit model that they were made from"
+            "merged into them. Set model.name to the 16-bit model they were quantized from"
         )
     with looking_as_used(base):
         adapted = load_adapter(base, adapter)

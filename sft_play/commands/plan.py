@@ -60,7 +60,8 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     described = described_rows(asked.rows, asked.tokens, asked.lengths)
     if asked.context and (described or asked.gpu_hour):
         raise ConfigError(
-            "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
+            "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR have no effect on it: "
+            "leave them out"
         )
     with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(asked)

@@ -39,7 +39,7 @@ class Asked:
             if flags["gpus"] not in (None, count):
                 raise ConfigError(
                     f'GPU="{flags["gpu"]}" asks for {count} and NGPU={flags["gpus"]} for {flags["gpus"]}; '
-                    f'say how many once: GPU="{gpu}" NGPU={count}'
+                    f'give the number once: GPU="{gpu}" NGPU={count}'
                 )
             flags |= {"gpu": gpu, "gpus": count}
         return cls(args.config, args.overrides, args.json, **flags)

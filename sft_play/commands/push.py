@@ -77,7 +77,7 @@ def _content(path: Path) -> bytes | Path:
     text = path.read_text(encoding="utf-8", errors="replace")
     secret = find_secret(text)
     if secret:
-        raise ConfigError(f"{path} contains {secret}, and would publish it; remove it and push again")
+        raise ConfigError(f"{path} contains {secret}, which would be published; remove it and push again")
     if path.name != ADAPTER_SETTINGS:
         return path
     settings = json.loads(text)
@@ -111,7 +111,7 @@ def _upload(
         reason = first_line(error)[:MESSAGE_CHARACTERS]
         raise ConfigError(
             f"REPO={repository}: the Hub cannot be reached ({reason}). Nothing was published; run the "
-            "command again when it can"
+            f"command again once it can be reached"
         ) from error
     return f"{api.endpoint}/{repository}", private
 
@@ -135,6 +135,7 @@ def _refusal(error: Any) -> str:
     said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
     reasons = {
         401: "the Hub does not accept the access token; run `.venv/bin/hf auth login` again, or set HF_TOKEN",
-        403: "the access token may not write there; make one that may at https://huggingface.co/settings/tokens",
+        403: "the access token has no write permission there; create one that has at "
+        "https://huggingface.co/settings/tokens",
     }
     return reasons.get(status, f"the Hub answered {status}: {said}")

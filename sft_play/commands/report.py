@@ -119,7 +119,7 @@ def _what_is_saved(run: RunDir, *, begun: bool, trained: bool) -> str:
     if not begun:
         return " before the first step, so there is nothing to save"
     if trained:
-        return as_typed(" after training, whose weights are saved: `make eval` and `make infer` take them")
+        return as_typed(" after training; the weights are saved, and `make eval` and `make infer` use them")
     saved = by_step(run)
     if not saved:
         return as_typed(" before the first checkpoint, so `make train` starts again")

@@ -112,11 +112,11 @@ def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> Re
     asked, wanted = resolved.config.train.resume, resolved.config.parallel.engine
     if engine and "parallel.engine" in typed and wanted != engine:
         raise ConfigError(
-            f"parallel.engine={wanted} contradicts --engine {engine}, which this target of make sets; "
-            "use `make train NGPU=<n>`, which takes any engine, or remove the override"
+            f"parallel.engine={wanted} contradicts --engine {engine}, which this make target sets; use `make "
+            f"train NGPU=<n>`, which works with any engine, or remove the override"
         )
     if resume and "train.resume" in typed and asked == "never":
-        raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to begin anew")
+        raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to start over")
     flags = [f"parallel.engine={engine}"] if engine else []
     flags += ["train.resume=auto"] if resume and "train.resume" not in typed else []
     return load_config(resolved.path, [*resolved.overrides, *flags])
@@ -205,7 +205,7 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     try:
         job = smaller_job(job)
     except DoesNotFitError as error:
-        raise OutOfMemory(f"{reason}\nThere is no smaller plan to go on with: {error}") from None
+        raise OutOfMemory(f"{reason}\nThere is no smaller plan to continue with: {error}") from None
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
 
 

@@ -9,15 +9,15 @@ def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: Pa
     """Why layers cannot be compiled, or not multiply in float8; None if they can, or nobody asks for it."""
     if train.float8 and mode != "full":
         return (
-            f"train.float8=true does not work with tuning.mode={mode}, whose frozen weights need no float8 "
-            "for their gradients: only with full fine-tuning; set tuning.mode=full, or train.float8=false"
+            f"train.float8=true needs full fine-tuning (found tuning.mode={mode}, whose frozen weights have "
+            f"no gradients to compute in float8); set tuning.mode=full, or train.float8=false"
         )
-    if train.float8 and not train.compile:
+    if train.float8 and not train.asks_compile:
         return (
-            "train.float8=true needs compiled layers: without, it writes copies in fp32 of all inputs and "
+            "train.float8=true needs compiled layers: without them, it writes fp32 copies of all inputs and "
             "weights; set train.compile=true, or train.float8=false"
         )
-    if train.compile and (found := _not_compiled(mode, use_dora, train, parallel)):
+    if train.asks_compile and (found := _not_compiled(mode, use_dora, train, parallel)):
         return (
             f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
             "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
@@ -50,7 +50,8 @@ def not_gathered(parallel: ParallelConfig) -> str | None:
         if getattr(parallel, name) != "auto" and parallel.engine not in ("auto", *able):
             return (
                 f"parallel.{name}={str(getattr(parallel, name)).lower()} does not work with "
-                f"parallel.engine={parallel.engine}, only with {' or '.join([*able, 'auto'])}; leave it out, "
+                f"parallel.engine={parallel.engine}, only with {' or '.join([*able, 'auto'])}; leave it "
+                f"out, "
                 f"or set parallel.engine={able[0]}"
             )
     return None

@@ -25,9 +25,9 @@ class SourceConfig(Section):
     format: RowFormat | None = None
     """Row format. Default: data.format."""
     columns: Columns | None = None
-    """As data.columns, which is the default."""
+    """Like data.columns, which is the default."""
     split: str | None = None
-    """Split of a folder or a Hub dataset. Default: train, and what else it has is used for evaluation."""
+    """Split of a folder or a Hub dataset. Default: train; its other splits are used for evaluation."""
 
 
 class DataConfig(Section):
@@ -35,15 +35,16 @@ class DataConfig(Section):
 
     train_path: PathText | None = Field(default=None, min_length=1)
     """JSONL, JSON, Parquet, Arrow or CSV file, a folder of such files, a Hub dataset, or "builtin:demo". Raw
-    text (data.task) may also be .txt and .md files. Either this or sources is required. Of a folder or a
-    dataset with splits the training split is read; folder::split and org/name:config:split name another."""
+    text (data.task) may also be .txt and .md files. Either this or sources is required. From a folder or
+    dataset with splits, the training split is read; folder::split and org/name:config:split select
+    another."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources of training rows in place of train_path, each with a path, a weight, a format and a
     split."""
     task: Literal["sft", "cpt", "mixed"] = "sft"
     """sft: each row is trained on by itself. cpt: raw text (format text) for domain training: documents are
-    joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss on
-    every token. mixed: raw text is treated as in cpt, conversations as in sft."""
+    joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss
+    on every token. mixed: raw text is treated as in cpt, conversations as in sft."""
     val_path: PathText | None = None
     """Validation rows. Default: those that the training data comes with, or else val_fraction of it."""
     test_path: PathText | None = None
@@ -56,8 +57,8 @@ class DataConfig(Section):
     """Row format. auto: detected from the keys of the first row; all other rows must have the same format.
     preference: chosen answers are trained on, rejected ones are left out; never detected."""
     columns: Columns = {}
-    """What the keys of a format are called in your files: {prompt: input_text, completion: target_text} reads
-    input_text as prompt, and target_text as completion."""
+    """What the keys of a format are called in your files: {prompt: input_text, completion: target_text}
+    reads input_text as prompt, and target_text as completion."""
     chat_template: PathText = "auto"
     """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
     file."""
@@ -69,24 +70,24 @@ class DataConfig(Section):
     """Whether assistant turns that call tools carry loss. A row excludes any assistant message with
     `"train": false` (or `"weight": 0`) in it."""
     control_tokens: Literal["keep", "escape", "refuse"] = "keep"
-    """What becomes of control tokens, such as <|im_end|>, that stand in the texts of rows or prompts. keep:
-    they are control tokens there too, which a warning counts. escape: they are spelled as ordinary text, in
-    training, evaluation and inference. refuse: the first one is an error."""
+    """How to treat control tokens, such as <|im_end|>, in the text of rows or prompts. keep: as control
+    tokens; a warning counts them. escape: as ordinary text, in training, evaluation and inference. refuse:
+    the first one is an error."""
     bad_rows: Literal["refuse", "drop"] = "refuse"
-    """What to do with rows that cannot be read, or do not match their format or the chat template. refuse: an
-    error that lists them. drop: they are left out, counted, and listed in a file."""
+    """What to do with rows that cannot be read, or do not match their format or the chat template. refuse:
+    an error that lists them. drop: they are left out, counted, and listed in a file."""
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"
-    """What to do with rows longer than model.max_seq_len; their number is always reported. split: several
-    rows, of whole exchanges with the system message where they fit, so that each supervised token is learned
-    once."""
+    """What to do with rows longer than model.max_seq_len; their number is always reported. split: into
+    several rows, each of whole exchanges with the system message where they fit, so that each supervised
+    token is learned once."""
     dedup: bool = False
     """Drop exact duplicates of earlier conversations."""
     limit: Count | None = None
     """Maximum number of rows to use from each file."""
     streaming: Streaming = "auto"
-    """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto: if
-    the download does not fit on the disk. What is tokenized is on the disk in any case; with limit, no more
-    than its rows are read."""
+    """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto:
+    if the download does not fit on the disk. Tokenized rows are stored on disk in any case; with limit,
+    only that many rows are read."""
     num_workers: AutoOrWorkers = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 

@@ -95,7 +95,7 @@ def _require_plain(text: str) -> None:
             )
         if isinstance(event, yaml.ScalarEvent) and re.search("[\ud800-\udfff]", event.value):
             raise ConfigError(
-                f"line {line}: {event.value!a} has an unpaired surrogate, which is no character"
+                f"line {line}: {event.value!a} has an unpaired surrogate, which is not a character"
             )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:

@@ -16,27 +16,27 @@ class ParallelConfig(Section):
         default="auto", description=asked_for()
     )
     offload: Literal["auto", "none", "ram"] = "auto"
-    """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
-    CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
+    """ram: weights, gradients and optimizer states stay in RAM, the GPU holds one layer at a time, and the
+    CPU updates the weights; works on a single GPU, too. auto: only if nothing else fits."""
     reshard_after_forward: bool | Auto = "auto"
-    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for the
-    backward pass; false keeps them, which sends less and takes memory for all weights. auto: false if that
-    fits and is predicted to be faster."""
+    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for
+    the backward pass; false keeps them, which sends less but needs memory for all weights. auto: false if
+    that fits and is predicted to be faster."""
     defer_exchange: bool | Auto = "auto"
-    """With FSDP2, true leaves gradients whole until the last micro-batch of a step and reduces them once;
-    false, and offload=ram, reduce those of each. auto: true if that fits and is predicted to be faster. Sums
-    are rounded otherwise, so a resumed run goes on as it began."""
+    """With FSDP2, true accumulates whole gradients and reduces them once per step; false, and offload=ram,
+    reduce them after each micro-batch. auto: true if that fits and is predicted to be faster. The two round
+    sums differently, so a resumed run keeps what it began with."""
     nvme_path: Annotated[PathText, Field(min_length=1)] | None = None
-    """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for weights:
-    not in RAM, but in files that each step reads and writes."""
+    """With offload=ram, a folder on a fast local disk: AdamW's moments, and with deepspeed_z3 also weights,
+    are kept in files there instead of in RAM; each step reads and writes them."""
     sequence_parallel_size: AutoOrCount = "auto"
-    """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
-    arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
-    attention heads of the model. auto: if nothing else fits, or if MLPs in tiles or RAM would take longer,
-    the size that is predicted to be fastest; train.grad_accum has to be auto, too."""
+    """Number of processes that share the tokens of each micro-batch, and in attention its heads (Ulysses,
+    arXiv 2309.14509), for rows that are too long for one GPU. It must divide both the processes of a
+    machine and the attention heads of the model. auto: 1, unless nothing else fits or tiled MLPs or
+    offloading would be slower; then the size predicted to be fastest, if train.grad_accum is auto, too."""
     memory_gib: AutoOrAmount = "auto"
-    """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
-    is free."""
+    """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto:
+    what is free."""
     timeout_s: Count = 600
     """Timeout for collectives in seconds; a run that exceeds it is terminated."""
 
@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     def _not_to_disk(cls, place: object) -> Any:
         if place in ("nvme", "disk"):
             raise ValueError(
-                f"{place} is no place for all of it; set offload=ram, and for the optimizer's states "
-                "nvme_path=<folder on the disk>"
+                f"{place} cannot hold everything; set offload=ram, and to keep optimizer states on disk, "
+                f"nvme_path=<folder on the disk>"
             )
         return place

@@ -33,13 +33,13 @@ class RopeScaling(Section):
     """Rotary positions that are spread over longer rows than the model was trained on."""
 
     rope_type: RopeType
-    """yarn (arXiv 2309.00071): slow frequencies are stretched, fast ones kept. linear (arXiv 2306.15595): all
-    are stretched. llama3: only for models that have it. One that has a type already keeps it."""
+    """yarn (arXiv 2309.00071): slow frequencies are stretched, fast ones kept. linear (arXiv 2306.15595):
+    all are stretched. llama3: only for models that use it. A model that is already scaled keeps its type."""
     factor: Annotated[FiniteFloat, Field(gt=1, le=1024), NUMBER]
-    """How many times the original positions; of a model that is scaled already, in place of its own
+    """Multiple of the original positions; for a model that is already scaled, it replaces the model's
     factor."""
     original_max_position_embeddings: Count | None = None
-    """yarn: the positions that are multiplied. Default: those of the model."""
+    """yarn: the number of positions to multiply. Default: the model's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,24 +65,24 @@ class ModelConfig(Section):
     """For rows beyond the model's positions: {rope_type: yarn, factor: 4}. It is saved with the trained or
     merged model; an adapter needs it again, and takes it from the config of its run."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of the weights. auto: for adapters bf16 if the device supports it, else fp16, and fp32 on the
-    CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit). bfloat16 there: pure bf16,
-    which takes half of their memory, but loses updates below 1/512 of a weight; ZeRO keeps fp32 weights all
-    the same."""
+    """Data type of the weights. auto: for adapters bf16 if the device supports it, else fp16, and fp32 on
+    the CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit). bfloat16 there: pure
+    bf16, which halves their memory but loses updates below 1/512 of a weight; ZeRO keeps fp32 weights
+    anyway."""
     attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
         "auto"
     )
     """Attention kernel. auto: varlen_sdpa (PyTorch's own kernels, called so that neither padding nor packing
-    needs a mask), until `make gpu-proof` has seen another one win; for models that it does not know,
-    FlashAttention if that is installed, else sdpa or eager. flash_attention_3: Hopper GPUs."""
+    needs a mask), until `make gpu-proof` measures a faster one; for models it does not support,
+    FlashAttention if installed, else sdpa or eager. flash_attention_3: Hopper GPUs."""
     trust_remote_code: bool = False
     """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None
     """Branch, tag or commit (40 hex digits) on the Hub."""
     new_tokens: Words = ()
-    """Texts that become tokens of their own, e.g. ["<tool>", "</tool>"]. Their rows of the embedding and the
-    output head start as the mean of the tokens that they were split into, and are trained, with adapters
-    too."""
+    """Texts to add to the vocabulary as single tokens, e.g. ["<tool>", "</tool>"]. Their rows of the
+    embedding and the output head start as the mean of the tokens they were split into, and are trained,
+    also with adapters."""
 
 
 class LoraSettings(Section):
@@ -95,26 +95,27 @@ class LoraSettings(Section):
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
     target_modules: Literal["auto"] | tuple[str, ...] = "auto"
-    """Names of the modules that get an adapter. auto: all linear layers and fused experts, but no
-    router and no output head."""
+    """Names of the modules that get an adapter. auto: all linear layers and fused experts, but not routers
+    or the output head."""
     rank_pattern: dict[ModuleName, Count] = {}
     """Other ranks for some of these modules, e.g. {q_proj: 8, "layers.0.self_attn.q_proj": 32}: the end of a
-    name, or a regular expression for it. The first one that matches counts."""
+    name, or a regular expression for it. The first match applies."""
     alpha_pattern: dict[ModuleName, PositiveFloat] = {}
-    """Other values of alpha, as in rank_pattern. Without one, a module with another rank has alpha, so its
+    """Other values of alpha, as in rank_pattern. Without one, a module with another rank uses alpha, so its
     update is multiplied by alpha / its own rank."""
     use_rslora: bool = False
     """Rank-stabilized LoRA (arXiv 2312.03732)."""
     use_dora: bool = False
     """Weight-decomposed LoRA, DoRA (arXiv 2402.09353)."""
     init: Literal["default", "pissa", "olora"] = "default"
-    """What adapters start from. default: zero. pissa: the principal singular vectors of each weight (arXiv
-    2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of the base while
-    training; the saved adapter has twice the rank and fits the original base."""
+    """How adapters are initialized. default: with no effect at first. pissa: the principal singular vectors
+    of each weight (arXiv 2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of
+    the base while training; the saved adapter has twice the rank and fits the original base."""
     plus_ratio: Annotated[FiniteFloat, Field(ge=1), NUMBER] | None = None
-    """LoRA+ (arXiv 2402.12354): how many times train.learning_rate the B matrices get, e.g. 16."""
+    """LoRA+ (arXiv 2402.12354): learning rate of the B matrices as a multiple of train.learning_rate, e.g.
+    16."""
     modules_to_save: Words = ()
-    """Names of modules that are trained whole, without an adapter, and saved with the adapters, e.g.
+    """Names of modules to train in full, without an adapter, and to save with the adapters, e.g.
     ["embed_tokens", "lm_head"] or ["input_layernorm"]."""
 
 
@@ -141,8 +142,8 @@ class EvalConfig(Section):
     """What answers are judged by: exact_match, rouge_l, chrf, token_f1, contains, or a function of your own
     as module:function. The first of them that is true or false marks an answer as right or wrong."""
     answer_pattern: Expression | None = None
-    """Regular expression for exact match: the first group of its last match is compared, e.g. '#### *(\\S+)'.
-    Default: compare whole answers, with whitespace normalized."""
+    """Regular expression for exact match: the first group of its last match is compared, e.g. '####
+    *(\\S+)'. Default: compare whole answers, with whitespace normalized."""
     generate: bool = True
     """Generate answers before and after training at the end of the run."""
     samples: Annotated[int, Field(ge=0, le=20), NUMBER] = 3

@@ -34,7 +34,8 @@ class TrainConfig(Section):
     warmup_ratio: Fraction = 0.03
     """Share of the steps used for linear warmup from 0; at most all but the last."""
     decay_ratio: Fraction = 0.2
-    """With warmup_stable_decay, the share of the steps at the end over which the rate falls linearly to 0."""
+    """With warmup_stable_decay, the share of the steps at the end over which the rate falls linearly to
+    0."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
     reference_batch_size: Count | None = None
@@ -53,16 +54,17 @@ class TrainConfig(Section):
     boundaries. auto: if the layers of the model can keep joined rows apart."""
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
-    the planner. The same as activations=recompute, or keep."""
+    the planner. true is the same as activations=recompute, false as keep."""
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
-    """What becomes of what the backward pass needs. keep: it stays in memory. recompute: each decoder layer
-    keeps its input alone. offload: that input is in RAM, which a CPU has nothing else than. auto: chosen by
-    the planner, which may recompute some of the layers only, and offloads if nothing else fits."""
+    """What to do with activations. keep: hold them until the backward pass. recompute: keep only the input
+    of each decoder layer, and compute the rest again. offload: as recompute, with those inputs in RAM (no
+    gain on a CPU). auto: chosen by the planner, which may recompute only some layers, and offloads only if
+    nothing else fits."""
     mlp_tiles: AutoOrTiles = "auto"
-    """In how many tiles of its tokens, one after the other, the MLP of each decoder layer computes the
-    largest micro-batch, so that its intermediates never exist whole (tiled MLP of ALST, arXiv 2506.13996).
-    Layers are recomputed then, and their MLPs once more; mixtures of experts stay whole. auto: up to 8 for
-    rows of 4,096 tokens and more, if nothing else fits."""
+    """Number of tiles in which the MLPs compute the tokens of the largest micro-batch one after another, so
+    that only one tile of intermediates is in memory (tiled MLP of ALST, arXiv 2506.13996). Layers are then
+    recomputed, and their MLPs once more; mixtures of experts are not tiled. auto: up to 8 for rows of 4,096
+    tokens or more, if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal[tuple(OPTIMIZERS)] = Field(  # type: ignore[valid-type]
@@ -70,32 +72,33 @@ class TrainConfig(Section):
     )
     kernels: Literal["auto", "own", *LAYERS] = Field(  # type: ignore[valid-type]
         default="auto",
-        description="What computes norms, rotary embeddings and gated layers. own: passes of this project. "
+        description="Implementation of norms, rotary embeddings and gated layers. own: SFT-Play's. "
         + " ".join(row.says for row in LAYERS.values())
-        + " auto: own, or those that the probe of a run that was long enough found to be faster here.",
+        + " auto: own, or what the probe of a long enough run timed as faster on this machine.",
     )
-    compile: bool = False
+    compile: bool | Auto = "auto"
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP: faster steps on the one GPU that was measured, after a first step of a minute or more."""
+    DDP: faster steps on the one GPU measured, after compiling for a minute or more. auto: on a GPU,
+    if the probe finds them faster; it tries where compiling takes under 2% of the run."""
     float8: bool = False
-    """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
-    fine-tuning on Ada, Hopper and B200: rounds more. Not yet benchmarked on a GPU."""
+    """Multiply in float8 (torchao) instead of bf16 in the linear layers of compiled decoder layers, for
+    full fine-tuning on Ada, Hopper and B200: less precise. Not yet benchmarked on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
-    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5. It is scaled by the
-    length of rows, so they are padded instead of joined, and drawn like dropout."""
+    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5. Its scale depends
+    on the length of a row, so rows are padded instead of joined. It is drawn like dropout."""
     router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
-    """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed for each
-    micro-batch by itself, and no reported loss contains it."""
+    """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed per
+    micro-batch, and reported losses do not include it."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     max_skipped_steps: Count = 3
-    """End the run after this many steps in a row whose loss or gradients are NaN or infinite. Such a step
-    updates nothing."""
+    """End the run after this many steps in a row whose loss or gradients are NaN or infinite. Such steps
+    are skipped."""
     eval_steps: Count | None = None
-    """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would take
-    more than a tenth of the time; the model is always evaluated at the start and at the end."""
+    """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would
+    take more than a tenth of the time; the model is always evaluated at the start and at the end."""
     save_steps: Count | None = None
     """Optimizer steps between checkpoints. Default: at each evaluation."""
     logging_steps: Count = 10
@@ -109,16 +112,16 @@ class TrainConfig(Section):
     """Seed of data order, held-out splits, adapter initialization and dropout."""
     probe: bool | Literal["search"] = True
     """Before training, run two steps and an evaluation on the largest batch and compare measured with
-    predicted memory; if the run is long enough for it to pay off, also time plans that may be faster. search:
-    time all alternatives of the plan for up to a minute and use the fastest."""
+    predicted memory; if the run is long enough for it to pay off, also time plans that may be faster.
+    search: time all alternatives of the plan for up to a minute and use the fastest."""
     resume: PathText = "never"
     """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
     complete checkpoint, if any. Or the path of a checkpoint."""
     allow_changed: list[str] = []
-    """Settings that may differ from those of the checkpoint that is resumed, e.g. [train.learning_rate]."""
+    """Settings that may differ from the checkpoint's when a run is resumed, e.g. [train.learning_rate]."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     """Experiment trackers; metrics.jsonl is always written. All but tensorboard need their package, e.g.
-    wandb. A resumed run continues the curves that it began there."""
+    wandb. A resumed run continues its curves there."""
 
     @property
     def layer_kernels(self) -> str:
@@ -155,6 +158,11 @@ class TrainConfig(Section):
                 f"train.{key} recomputes none; set one of them to auto"
             )
         return self
+
+    @property
+    def asks_compile(self) -> bool:
+        """Whether layers are to be compiled, whatever a probe finds."""
+        return self.compile is True
 
     @property
     def asks_tiles(self) -> bool:

@@ -30,7 +30,8 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
     raise DataError(
         f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
-        f"Correct {'it' if bad == 1 else 'them'}, or train without: data.bad_rows=drop"
+        f"Correct {'it' if bad == 1 else 'them'}, or leave {'it' if bad == 1 else 'them'} out: "
+        f"data.bad_rows=drop"
     )
 
 

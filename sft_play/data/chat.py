@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORD, WHITE_SPACE = re.compile(r"\w+"), re.compile(r"\s*")
 HIDDEN_REASONING = "with reasoning that the chat template does not render"
-UNSTOPPED = "with answers that no token ends, since another turn follows"
+UNSTOPPED = "with answers that no token ends before the next turn"
 
 # Yields turns of a conversation, and is sent the text that ends with each and the prompt for it.
 Renderings = Generator[tuple["Conversation", int], tuple[str, str], list["RenderedRow"]]

@@ -43,12 +43,12 @@ ROWS, TEXT = "rows", "text"
 SHOWN = 4  # names of files in a message
 
 # What is said of files that are not read, or not as their names suggest
-ABOUT = "left out, being about the data"
-OTHER = "left out, being neither rows nor text"
-BESIDE = "left out, being text beside rows"
-UNNAMED = "left out, since the names say no split, as those of other files do"
-EMPTY = "left out, being empty"
-DOCUMENTS = "documents like the others, since these are not named for a split"
+ABOUT = "left out (about the data, not part of it)"
+OTHER = "left out (neither rows nor text)"
+BESIDE = "left out (text next to rows)"
+UNNAMED = "left out (no split in their names, unlike other files)"
+EMPTY = "left out (empty)"
+DOCUMENTS = "documents like the others, which are not named for a split either"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _require_one_kind(folder: Path, files: Sequence[Path], key: str) -> None:
         )
         raise DataError(
             f"{key}: folder {folder} has rows of several kinds: {found}. They may be the same rows twice: "
-            "move those of one kind away, or list what is to be read as data.sources"
+            f"move one kind away, or list what to read in data.sources"
         )
 
 

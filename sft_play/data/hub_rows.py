@@ -85,7 +85,7 @@ def _is_larger_than_disk(builder: "datasets.DatasetBuilder", name: str) -> bool:
     if needed <= free:
         return False
     console().print(
-        f"reading {name} over the network: on the disk it would take {format_bytes(needed)}, and "
+        f"reading {name} over the network: a download takes {format_bytes(needed)} of disk, and "
         f"{format_bytes(free)} are free; data.limit reads fewer rows"
     )
     return True

@@ -31,7 +31,7 @@ def require_positions(
         return
     named = f"that '{model.name}' supports"
     if positions is None:
-        named = f"that are allowed, since '{model.name}' does not say how many it supports"
+        named = f"allowed for '{model.name}', which does not say how many it supports"
     raise ConfigError(
         f"{setting}={asked} exceeds the {limit} positions {named}. Set it to at most {limit}"
         f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"
@@ -43,7 +43,8 @@ def _scaled(asked: int, positions: int | None) -> str:
     if positions is None:
         return ""
     factor = -(-asked // positions)
-    return f", or give rotary positions model.rope_scaling.rope_type=yarn model.rope_scaling.factor={factor}"
+    scaled = f"model.rope_scaling.rope_type=yarn model.rope_scaling.factor={factor}"
+    return f", or scale its rotary positions: {scaled}"
 
 
 def length_limit(

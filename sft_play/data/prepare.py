@@ -171,9 +171,7 @@ def _own_rows(given: DataInput) -> Iterator[None]:
     except DataError as error:
         if not given.alone:
             raise
-        raise DataError(
-            f"{error}\nTo train without these rows, name the others alone: {given.alone}"
-        ) from None
+        raise DataError(f"{error}\nTo train without these rows, use only the others: {given.alone}") from None
 
 
 def _day_written(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", day: date | None) -> date | None:

@@ -46,7 +46,8 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     missing = [key for key in columns if key not in named and key not in OPTIONAL]
     if missing:
         problem = (
-            f"{row.where}: data.columns.{missing[0]} is {columns[missing[0]]!r}, which is no key of the row: "
+            f"{row.where}: data.columns.{missing[0]} is {columns[missing[0]]!r}, which is not a key of the "
+            f"row: "
             f"{', '.join(row.data) or '(none)'}"
         )
         return replace(row, problem=problem)

@@ -268,7 +268,7 @@ def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> Data
             f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
         )
     if part.given.alone:
-        hint += f"; to train without these rows, name the others alone: {part.given.alone}"
+        hint += f"; to train without these rows, use only the others: {part.given.alone}"
     where = part.given.key if not config.data.sources else f"{part.given.key} ({part.given.path})"
     return DataError(
         f"{where}: 0 supervised tokens: none of the {part.counts.read} rows is usable ({reasons}).\n{hint}"

@@ -137,9 +137,9 @@ def _templates(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 def day_warning(day: date) -> str:
     """What it means that `writes_the_day`, of rows that were rendered on this day."""
     return (
-        f"the chat template writes the date of the day: all rows are rendered as of {day:%d %b %Y}, also "
-        "when the run is resumed later. So this one date is learned, while the model is given that of each "
-        "day at inference; to learn none, set data.chat_template to a copy of the template without "
+        f"the chat template writes today's date: all rows are rendered as of {day:%d %b %Y}, even if the run "
+        f"is resumed later. So the model learns this one date, but is given the current one at inference; to "
+        f"avoid that, set data.chat_template to a copy of the template without "
         f"{WRITES_DAY}"
     )
 

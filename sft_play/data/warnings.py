@@ -35,7 +35,8 @@ MEANINGS = {
     ),
     IN_TEXTS: (
         "row",
-        ": they are tokenized as control tokens, so that a text can end a turn, and are learned in answers; "
+        ": they are tokenized as control tokens, so a text can end a turn, and answers teach the model to "
+        "write them; "
         "data.control_tokens=escape spells them as ordinary text, refuse makes them errors",
     ),
     WITH_PLACEHOLDER: (
@@ -45,8 +46,8 @@ MEANINGS = {
     ),
     WITH_NULLS: (
         "row",
-        ": in Parquet it cannot be told from a key that is not there, so it never counts. To train on it, "
-        "write the tools or the arguments as a string of JSON",
+        ": Parquet does not tell it from a missing key, so it is ignored. To train on it, write the tools or "
+        "the arguments as a JSON string",
     ),
     NUMBERED: ("row", ""),
 }
@@ -114,7 +115,10 @@ def _about_unused_keys(part: Part) -> list[str]:
         return []
     more = len(part.counts.unused) - len(shown)
     shown += [f"{more} more"] if more else []
-    return [f"{part.given.key}: not used of its {counted(part.counts.read, 'row')}: {', '.join(shown)}"]
+    return [
+        f"{part.given.key}: keys of its {counted(part.counts.read, 'row')} that are not used: "
+        f"{', '.join(shown)}"
+    ]
 
 
 def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,7 @@ def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> 
     asked = config.parallel
     several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else chosen_engines()
     possible = [engine for engine in several if asked.engine != "auto" or not engine.problem(config)]
-    possible = [engine for engine in possible if engine.compiles_layers or not config.train.compile]
+    possible = [engine for engine in possible if engine.compiles_layers or not config.train.asks_compile]
     plain = [(engine, "none") for engine in ([ALONE] if world_size == 1 else possible)]
     away = [(engine, place) for engine in possible for place in engine.offloads]
     if asked.offload == "auto":

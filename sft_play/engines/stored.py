@@ -76,7 +76,7 @@ def require_one_type(joined: Iterable[torch.Tensor]) -> None:
     types = {str(each.dtype).removeprefix("torch.") for each in joined if each.requires_grad}
     if len(types) > 1:
         raise ConfigError(
-            "An engine that divides weights joins what is trained, here of several types: "
+            "An engine that divides weights needs one data type for all trained weights, found: "
             f"{', '.join(sorted(types))}. Without autocast, tuning.lora.modules_to_save stay in model.dtype; "
             "set train.mixed_precision=bf16 or model.dtype=float32"
         )

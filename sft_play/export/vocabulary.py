@@ -61,8 +61,8 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     split = _split_name(tree["pre_tokenizer"])
     if split is None:
         raise ConfigError(
-            "FORMAT=gguf: llama.cpp does not know how this tokenizer splits text, and would make other "
-            f"tokens of it; it knows the rules of {', '.join([*SPLITS.values(), 'gpt-2', 'smollm'])}"
+            "FORMAT=gguf: llama.cpp does not know how this tokenizer splits text, and would tokenize it "
+            f"differently; it knows the rules of {', '.join([*SPLITS.values(), 'gpt-2', 'smollm'])}"
         )
     return Vocabulary("gpt2", split, *_tokens(tokenizer, tree, size), tuple(pairs))
 

@@ -30,13 +30,14 @@ SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
 KERNEL_KILLED = (
-    "meanwhile the kernel killed a process because the machine, or its container, had no memory left: let "
-    "the run take less (train.batch_size, NGPU, data.num_workers), or free some"
+    "meanwhile the kernel killed a process because the machine, or its container, had no memory left: make "
+    "the run need less (train.batch_size, NGPU, data.num_workers), or free some"
 )
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
 PAUSED = (
-    "the processes did not run for {:.0f} s: a scheduler stopped them, or the machine slept. What they were "
-    "exchanging timed out meanwhile (parallel.timeout_s); none of them hangs. `make resume` continues, and a "
+    "the processes did not run for {:.0f} s: a scheduler suspended them, or the machine slept. Their "
+    "collectives timed out meanwhile (parallel.timeout_s); none of them hangs. `make resume` continues, and "
+    "a "
     "larger parallel.timeout_s outlasts such a pause"
 )
 # Parts of a rank's error message when the cause is that another rank is gone.

@@ -43,7 +43,7 @@ def _read(file: Path) -> dict[str, float]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}, line {mark.line + 1}" if mark else file
-        raise ConfigError(f"{where}: no YAML; expected lines such as `RTX 4090: 0.4`") from None
+        raise ConfigError(f"{where}: not valid YAML; expected lines such as `RTX 4090: 0.4`") from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):

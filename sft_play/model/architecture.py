@@ -49,16 +49,16 @@ def _why_no_decoder(config: "PretrainedConfig") -> str | None:
     text = config.get_text_config()  # of which some encoder-decoders have two
     is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or family.reads_both_ways
     if is_encoder and not getattr(config, "is_decoder", False):
-        return "reads texts in both directions, so each token would see what it is to predict"
+        return "reads text in both directions, so each token would see what it has to predict"
 
     if getattr(config, "vision_config", None) is not None and text is config:
-        return "describes images, and its text part is none of its own"
+        return "describes images, and its text part is not a model of its own"
     if not isinstance(getattr(text, "hidden_size", None), int):
-        return "has no single width, so it is no plain decoder"
+        return "has no single width, so it is not a plain decoder"
     know_multimodal(config)
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in classes_by_config(AutoModelForCausalLM) and not has_own_code:
-        return f"is no language model, as far as transformers {__version__} knows"
+        return f"is not a language model that transformers {__version__} knows"
     return None
 
 

@@ -136,11 +136,11 @@ def _unfit(name: str, config: PretrainedConfig, dtype: str | None) -> str | None
     if dtype is not None and dtype not in SIXTEEN_BIT:
         return f"it computes in 16 bits, and this run in {dtype}; set train.mixed_precision=bf16 or fp16"
     if width > WIDEST:
-        return f"its heads have at most {WIDEST} values, and those of {text.model_type} have {width}"
+        return f"it supports heads of at most {WIDEST} values, and {text.model_type} has {width}"
     if has_sinks(config):
-        return f"the layers of {text.model_type} have attention sinks, which it would leave out"
+        return f"the layers of {text.model_type} have attention sinks, which it would ignore"
     if dropout and not row.dropout:
-        return f"it has no dropout, and the attention of {text.model_type} has {dropout:g}"
+        return f"it has no dropout, but {text.model_type} has attention dropout {dropout:g}"
     return None
 
 

@@ -96,7 +96,7 @@ def load_base(
             quantize_later(with_info[0], torch_dtype)
     except ImportError as error:
         key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
-        remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
+        remedy = "run `make install`" if quantize else "model.attention=auto uses what is installed"
         raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
     except Exception as error:
         if not isinstance(error, (OSError, ValueError, SafetensorError)) and not is_network_error(error):
@@ -221,8 +221,8 @@ def _types_of_buffers(model: torch.nn.Module) -> dict[str, torch.dtype]:
 def _require_finite(model: PreTrainedModel) -> None:
     if broken := first_not_finite(model.named_parameters()):
         raise ConfigError(
-            f"model.name: the weight {broken} of '{model.name_or_path}' is NaN or infinite, and so would be "
-            "all that is trained from it; download the model again, or use another one"
+            f"model.name: the weight {broken} of '{model.name_or_path}' is NaN or infinite, and training "
+            f"from it would spread that; download the model again, or use another one"
         )
 
 

@@ -21,6 +21,7 @@ from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model import attention
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.attention_operator import Rows, attend_joined, rows_of, serves
+from sft_play.model.layer_forward import replace_forward
 from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import compiling_layers, mark_dynamic
@@ -36,12 +37,20 @@ def compile_layers(model: Any) -> None:
 
     The first training step compiles it, once for all layers that are alike and for all lengths.
     """
+    for layer, forward in compiled_forwards(model).items():
+        replace_forward(layer, forward)
+
+
+def compiled_forwards(model: Any) -> dict[torch.nn.Module, Any]:
+    """Decoder layer -> the function by which it computes with compiled code; the model is left as it is."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     lasting(compiling_layers, VARIANTS, f"{own_code()} {installed_versions()}", _kept_code)
     lasting(attention_called, (attention.NAME, attention.LIBRARY_NAME), _attention)
+    found = dict[torch.nn.Module, Any]()
     for layer in decoder_layers(base)[2]:
         kind: Any = type(layer)
-        layer.forward = MethodType(_compiled(kind), layer)
+        found[layer] = MethodType(_compiled(kind), layer)
+    return found
 
 
 @cache
@@ -50,8 +59,8 @@ def _kept_code() -> str:
     if found := private_entry("compiled", torch.__version__):
         return str(found)
     warn(
-        f"compiled code is not kept, since others than you can write to {cache_dir()} or a folder above it, "
-        "or nobody can: each run compiles anew; SFT_PLAY_CACHE names another folder"
+        f"compiled code is not kept, because other users can write to {cache_dir()} or a folder above it, or "
+        f"you cannot: each run compiles again; set SFT_PLAY_CACHE to another folder"
     )
     return str(own_folder("sft-play-compiled-"))
 

@@ -81,7 +81,7 @@ def _decompose(name: str, layer: Any, init: str) -> None:
             layer.pissa_init(ADAPTER, PISSA)
     except torch.linalg.LinAlgError as error:
         raise ConfigError(
-            f"model.name: the weight of {name} cannot be decomposed, as if it were NaN or infinite: {error}"
+            f"model.name: the weight of {name} cannot be decomposed (is it NaN or infinite?): {error}"
         ) from error
 
 

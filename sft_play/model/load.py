@@ -88,7 +88,9 @@ def _require_generation_config(folder: Path) -> None:
         ) from error
     listed = ends if isinstance(ends, list) else [ends]
     if any(end is not None and (type(end) is not int or end < 0) for end in listed):
-        raise ConfigError(f"model.name: eos_token_id in {path} is {str(ends)[:100]!r}, no token; {remedy}")
+        raise ConfigError(
+            f"model.name: eos_token_id in {path} is {str(ends)[:100]!r}, which is not a token; {remedy}"
+        )
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:

@@ -46,7 +46,7 @@ def place(
     if weights > room:
         needed = format_bytes(weights)
         raise DoesNotFitError(
-            f"the weights need {needed}, but only {free} are free; free more of it, or use a larger machine"
+            f"the weights need {needed}, but only {free} are free; free more, or use a larger machine"
         )
     return SPREAD
 
@@ -99,7 +99,9 @@ def say_spread(model: PreTrainedModel) -> None:
     """
     places: dict[str, Any] = getattr(model, "hf_device_map", {})
     if "disk" in places.values():
-        raise DoesNotFitError("the weights do not fit GPUs and RAM; free more of it, or use a larger machine")
+        raise DoesNotFitError(
+            "the weights do not fit on the GPUs and in RAM; free more memory, or use a larger machine"
+        )
     if len(set(places.values())) > 1:
         kinds: Any = undivided(model)
         layers = [name for name, module in model.named_modules() if type(module).__name__ in kinds]

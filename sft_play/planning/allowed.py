@@ -2,20 +2,25 @@
 
 from dataclasses import replace
 
-from sft_play.choices.kernels import FLOAT8, LAYERS
+from sft_play.choices.kernels import COMPILED, FLOAT8, LAYERS, Option
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
 from sft_play.plan import PROBED, Device, Estimator, Memory, Plan
-from sft_play.planning.candidates.compiled import require_compilable, require_compiler
+from sft_play.planning.candidates.compiled import (
+    may_compile,
+    missing_for_compiler,
+    require_compilable,
+    require_compiler,
+)
 from sft_play.planning.candidates.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.candidates.sequence import require_divisible, why_padded
 from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import profile_of
-from sft_play.planning.speed.timed_kernels import fastest_of, kernels_path, read_verdicts
+from sft_play.planning.speed.timed_kernels import Verdict, kernels_path, read_verdicts, winners_of
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing import questions
@@ -39,7 +44,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
-            f"{architecture.facts.model_type} is not one whose routers can be asked; leave it at 0"
+            f"{architecture.facts.model_type} does not report what its routers choose; leave it at 0"
         )
     quantized = config.tuning.mode == "qlora"
     packed = [require_packable(architecture.facts, architecture.modules)] if quantized else []
@@ -74,14 +79,29 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
 
 def _with_timed_kernels(request: Request, drafts: list[Plan]) -> list[Plan]:
     """The drafts with the kernels that won when they were timed for such a run, if none are asked for."""
+    if request.machine.what_if:
+        return drafts
+    path = kernels_path(request.architecture.text, request.device.name, request.config, drafts[0])
+    verdicts = read_verdicts(path)
+    return [_as_timed(request, draft, verdicts) for draft in drafts] if verdicts else drafts
+
+
+def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Plan:
+    """A draft with what was fastest of what it can have and the config leaves open."""
     config, device = request.config, request.device
-    if request.machine.what_if or config.train.kernels != "auto" or config.train.compile:
-        return drafts
-    path = kernels_path(request.architecture.text, device.name, config, drafts[0])
-    row = LAYERS.get(fastest_of(read_verdicts(path)) or "")
-    if row is None or not (row.runs_on(device.kind, device.compute_capability) and row.is_installed()):
-        return drafts
-    return [replace(draft, kernels=row.name, kernels_origin=PROBED) for draft in drafts]
+    for name in winners_of(verdicts):
+        row = LAYERS.get(name)
+        if name == COMPILED.name:
+            can = may_compile(config, draft, request.architecture) and not missing_for_compiler(device.kind)
+            if can and verdicts[name].pays(draft.schedule.total_steps):
+                return replace(draft, compile=True, kernels_origin=PROBED)
+        elif row and config.train.kernels == "auto" and not draft.compile and _is_here(row, device):
+            return replace(draft, kernels=row.name, kernels_origin=PROBED)
+    return draft
+
+
+def _is_here(row: Option, device: Device) -> bool:
+    return row.runs_on(device.kind, device.compute_capability) and row.is_installed()
 
 
 def _require_kernels(request: Request) -> None:
@@ -133,7 +153,7 @@ def estimator_of(request: Request) -> Estimator:
         ConfigError: it is unknown how much memory is free.
     """
     if (budget := request.budget) is None:
-        raise ConfigError(f"nothing tells how much memory is free on {request.device.name}")
+        raise ConfigError(f"the free memory of {request.device.name} is unknown")
     records = records_of(request.architecture.text, request.device.name)
     return corrected_estimator(traced_estimator(request, budget), records)
 

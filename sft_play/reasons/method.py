@@ -200,20 +200,22 @@ class Unproven(Reason):
 class CompiledLayers(Reason):
     """Whether torch.compile compiles the decoder layers; the prediction of memory does not count on it."""
 
-    compiled: Literal["on", "off", "float8"]
+    compiled: Literal["on", "off", "timed", "float8"]
 
     def __str__(self) -> str:
         if self.compiled == "off":
             return (
-                "layers are not compiled, since the first step would take a minute or more; "
-                "train.compile=true compiles them, which made the steps of an H200 faster "
+                "layers are not compiled: that takes a minute or more, which a run tries where it is under "
+                "2% of its time; train.compile=true always compiles, which made the steps of an H200 faster "
                 "(docs/benchmarks.md)"
             )
         also, not_so = ("", "are not")
         if self.compiled == "float8":
             also, not_so = " and multiply in float8", "do neither"
+        timed = self.compiled == "timed"
+        why = "since steps timed on this device were faster" if timed else "as set in the config"
         return (
-            f"layers are compiled{also}, as set in the config; memory is predicted for layers that {not_so}, "
+            f"layers are compiled{also}, {why}; memory is predicted for layers that {not_so}, "
             "seconds on a GPU with element-wise operations fused; the first step takes longer"
         )
 

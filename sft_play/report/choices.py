@@ -32,6 +32,7 @@ CHOICES = {
     "model.attention": "attention",
     "train.learning_rate": "learning_rate",
     "train.kernels": "kernels",
+    "train.compile": "compile",
     "parallel.engine": "engine",
 }
 
@@ -93,7 +94,7 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         value = engine_label(plan) if key == "engine" else _text(entry)
         value = way_of(plan) if key == "activations" else value
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
-        by = (key == "kernels" and plan.get("kernels_origin")) or "planner"
+        by = (key in ("kernels", "compile") and plan.get("kernels_origin")) or "planner"
         origin = by if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))

@@ -77,7 +77,7 @@ def _finite(text: str) -> float:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON; write null, or leave the key out")
+    raise ValueError(f"{name} is not allowed in JSON; write null, or leave the key out")
 
 
 _STRICT = decoder(_refuse)

@@ -1,7 +1,8 @@
 """Kernels take turns on the user's own device before training: the fastest that compute the same are taken.
 
 The steps are those of the probe, at the plan's micro-batch, with a learning rate of zero and the same random
-numbers: what differs between two of them is what computes norms, rotary embeddings and gated layers.
+numbers: what differs between two of them is what computes norms, rotary embeddings and gated layers, or
+whether decoder layers are compiled.
 """
 
 import copy
@@ -11,27 +12,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from sft_play.choices.kernels import LAYERS
+from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import first_line
 from sft_play.job import Job, request_of
+from sft_play.model.compilation import compiled_forwards
 from sft_play.model.layer_forward import forward_of, replace_forward, replace_forwards
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.allowed import estimator_of
 from sft_play.planning.budget import training_device
+from sft_play.planning.candidates.compiled import may_compile, missing_for_compiler
+from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import plan_clock
 from sft_play.planning.speed.timed_kernels import (
     Verdict,
-    fastest_of,
+    keep_seconds_to_compile,
     kernels_path,
     read_verdicts,
+    seconds_to_compile,
+    winners_of,
     write_verdict,
 )
 from sft_play.sizing.architecture import text_of
@@ -40,6 +46,7 @@ from sft_play.train.probe import as_it_was, fits_alone, let_go, run_steps, step_
 from sft_play.train.ranks import all_agree, from_all, from_main, now
 from sft_play.train.session import Session
 from sft_play.ui.console import console
+from sft_play.units import format_duration
 
 TURNS = 4  # steps of each side, in alternating order; the first one warms up
 SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads of 16 bits do (decision 0104)
@@ -47,26 +54,41 @@ SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads o
 Forwards = Mapping[torch.nn.Module, Any]  # module -> the function by which it computes
 
 
+class Rival(NamedTuple):
+    """What a plan is compared with."""
+
+    plan: Plan
+    to_compile: float  # seconds before its first step
+
+    @property
+    def label(self) -> str:
+        """Its kernels, as a person calls them."""
+        return COMPILED.label if self.plan.compile else LAYERS[self.plan.kernels].label
+
+
 def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Plan | None:
     """The plan with the kernels that were found to be faster, within so many seconds; None if none were.
 
     All ranks must call it, and get the same. What was found is kept, so that no later run has to ask.
     """
-    job, verdicts = session.job, dict[str, Verdict]()
-    cost = 2 * TURNS * result.step_seconds if result.step_seconds else math.inf
-    worth_it = all_agree(cost <= allowance)  # what is left of the allowance differs between ranks
-    began, plans = time.monotonic(), from_main(lambda: plans_to_time(job)) if worth_it else {}
-    for name in plans:
+    job, verdicts, step = session.job, dict[str, Verdict](), result.step_seconds or math.inf
+    worth_it = all_agree(2 * TURNS * step <= allowance)  # what is left of the allowance differs between ranks
+    began, rivals = time.monotonic(), from_main(lambda: rivals_of(job, step)) if worth_it else {}
+    for name, rival in rivals.items():
+        cost = 2 * TURNS * step + rival.to_compile
         if not all_agree(time.monotonic() - began + cost <= allowance):
-            break
+            continue
+        if rival.to_compile > 1:
+            console().print(f"  compiling layers, for about {format_duration(rival.to_compile)}")
         found = verdicts[name] = take_turns(session, name)
-        console().print(f"  timed: {found.said(LAYERS[name].label)}", style="dim")
+        console().print(f"  timed: {found.said(rival.label)}", style="dim")
         if job.ranks.is_main:
             write_verdict(_path(job), name, found)
-    winner = fastest_of(verdicts)
-    if winner is None:
+            if rival.plan.compile and not found.problem:
+                keep_seconds_to_compile(training_device(job.machine).name, found.first_seconds)
+    if not (won := winners_of(verdicts)):
         return None
-    plan, why = plans[winner], verdicts[winner].said(LAYERS[winner].label)
+    plan, why = rivals[won[0]].plan, verdicts[won[0]].said(rivals[won[0]].label)
     return replace(plan, kernels_origin=PROBED, why=(*plan.why, f"timed here before step 1: {why}"))
 
 
@@ -75,27 +97,50 @@ def _path(job: Job) -> Path:
     return kernels_path(text_of(job.architecture), device, job.config, job.plan)
 
 
-def plans_to_time(job: Job) -> dict[str, Plan]:
+def rivals_of(job: Job, step_seconds: float) -> dict[str, Rival]:
     """Plans that differ in their kernels alone, are predicted to fit and were not timed lately, by kernels.
 
-    None where the config says which, in a run that goes on, or where ranks would wait for one that fails.
+    None in a run that goes on, or where ranks would wait for one that fails.
     """
-    plan, found = job.plan, dict[str, Plan]()
+    plan = job.plan
     several = plan.sharing.world_size > 1
     together = several and (engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens)
-    decided = job.config.train.kernels != "auto" or plan.compile or job.checkpoint is not None
-    if decided or together or plan.memory is None:
-        return found
-    request, known = request_of(job), read_verdicts(_path(job))
-    for name, row in LAYERS.items():
-        runs = row.runs_on(plan.device, plan.compute_capability) and row.is_installed()
-        if runs and name != plan.kernels and name not in known:
-            other = replace(plan, kernels=name)
+    if job.checkpoint is not None or together or plan.memory is None:
+        return {}
+    request, known, found = request_of(job), read_verdicts(_path(job)), dict[str, Rival]()
+    for name, (other, to_compile) in {
+        **_compiled(request, plan, step_seconds),
+        **_other_kernels(job),
+    }.items():
+        if name not in known:
             memory = estimator_of(request)(job.config, other, complete=True)
             if memory.fits:
                 seconds = plan_clock(request)(job.config, other)
-                found[name] = replace(other, memory=memory, profile_seconds=seconds)
+                found[name] = Rival(replace(other, memory=memory, profile_seconds=seconds), to_compile)
     return found
+
+
+def _compiled(request: Request, plan: Plan, step_seconds: float) -> dict[str, Rival]:
+    """The plan with compiled layers, where that is expected to gain more than it costs."""
+    possible = not plan.compile and may_compile(request.config, plan, request.architecture)
+    if not possible or missing_for_compiler(plan.device):
+        return {}
+    otherwise, times_as_fast = COMPILED.expected[plan.device]
+    seconds = seconds_to_compile(request.device.name, otherwise)
+    gain = step_seconds * plan.schedule.total_steps * (1 - 1 / times_as_fast)
+    return {COMPILED.name: Rival(replace(plan, compile=True), seconds)} if gain > seconds else {}
+
+
+def _other_kernels(job: Job) -> dict[str, Rival]:
+    """The plan with each of the other kernels that this device runs; none where the config says which."""
+    plan = job.plan
+    if job.config.train.kernels != "auto" or plan.compile:
+        return {}
+    return {
+        name: Rival(replace(plan, kernels=name), 0.0)
+        for name, row in LAYERS.items()
+        if row.runs_on(plan.device, plan.compute_capability) and row.is_installed() and name != plan.kernels
+    }
 
 
 def take_turns(session: Session, name: str) -> Verdict:
@@ -103,7 +148,7 @@ def take_turns(session: Session, name: str) -> Verdict:
 
     All ranks must call it; the slowest of them counts.
     """
-    trainer, plan = session.trainer, session.job.plan
+    trainer, plan, began = session.trainer, session.job.plan, time.monotonic()
     model: Any = trainer.model
     ours, theirs = both_forwards(model, name)
     if not theirs:
@@ -117,14 +162,19 @@ def take_turns(session: Session, name: str) -> Verdict:
                 return Verdict(problem=problems[0])
     finally:
         switch(ours)
-    of_ranks = from_all(turns.seconds)
-    slowest = [np.max([each[side] for each in of_ranks], axis=0).tolist() for side in (0, 1)]
+    of_ranks = from_all((turns.seconds, time.monotonic() - began))
+    slowest = [np.max([each[0][side] for each in of_ranks], axis=0).tolist() for side in (0, 1)]
     found = from_all(verdict_of(slowest, turns.values, tolerance_of(model, plan)))  # each has its own loss
-    return next((each for each in found if each.problem), found[0])
+    verdict = next((each for each in found if each.problem), found[0])
+    steps = TURNS * ((verdict.seconds or 0.0) + (verdict.beside or 0.0))
+    return replace(verdict, first_seconds=max(0.0, max(seconds for _, seconds in of_ranks) - steps))
 
 
 def both_forwards(model: torch.nn.Module, name: str) -> tuple[Forwards, Forwards]:
     """How the modules compute that other kernels serve: now, and by those. The model is left as it is."""
+    if name == COMPILED.name:
+        theirs = compiled_forwards(model)
+        return {layer: forward_of(layer) for layer in theirs}, theirs
     before = {module: forward_of(module) for module in model.modules() if callable(forward_of(module))}
     replace_forwards(model, name)
     theirs = {module: forward_of(module) for module in before if forward_of(module) != before[module]}

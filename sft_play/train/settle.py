@@ -7,8 +7,10 @@ from functools import partial
 
 from rich.padding import Padding
 
+from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
+from sft_play.model.compilation import compile_layers
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.report.memory import probe_line
@@ -71,10 +73,15 @@ def _with_fastest_kernels(
     before, plan = session.job.plan, timed_kernels(session, result, allowance)
     if plan is None:
         return session, result
-    session = prepare_session(close_session(session, plan), announce=False)
+    if plan.compile:  # a model that is loaded anew would be compiled anew
+        compile_layers(session.trainer.model)
+        session = _with_plan(session, plan)
+    else:
+        session = prepare_session(close_session(session, plan), announce=False)
     found = _probe_and_print(session)
     if not found.fits(plan):
-        warn(f"{_too_much(plan, found)} with train.kernels={plan.kernels}; they stay as they were")
+        setting = COMPILED.setting if plan.compile else LAYERS[plan.kernels].setting
+        warn(f"{_too_much(plan, found)} with {setting}; the kernels stay as they were")
         return prepare_session(close_session(session, before), announce=False), result
     _keep_results(session.job, (plan, found))
     return _with_plan(session, as_probed(plan, found.step_seconds)), found
@@ -90,7 +97,7 @@ def _chosen_again(session: Session, result: ProbeResult, cost: float) -> tuple[S
 
 
 def _with_plan(session: Session, plan: Plan) -> Session:
-    """The session of a plan that computes as its own does."""
+    """The session, as one of a plan that computes as it does."""
     return replace(session, job=replace(session.job, plan=plan))
 
 

@@ -3,20 +3,21 @@
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 from torch._subclasses import FakeTensor
 
-from sft_play.choices.kernels import LAYERS, LIBRARY
+from sft_play.choices.kernels import COMPILED, LAYERS, LIBRARY
 from sft_play.job import request_of
 from sft_play.launch import accelerate
-from sft_play.model import layer_forward
+from sft_play.model import compilation, layer_forward
 from sft_play.planning.answers.resumed import resumed_plan
-from sft_play.planning.speed.timed_kernels import read_verdicts
+from sft_play.planning.speed.timed_kernels import Verdict, read_verdicts, write_verdict
 from sft_play.runlog import RunDir, read_json
-from sft_play.train.kernel_turns import _path
+from sft_play.train.kernel_turns import _path, rivals_of
 from tests.conftest import REPOSITORY
 from tests.integration.cli import make_workspace, sft
 from tests.integration.test_probe import ROWS, proven, sized
@@ -99,7 +100,7 @@ def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
     more = ("--processes", "2", "--engine", "ddp", "train.probe=search", "eval.generate=false")
     done = sft("train", "--config", config, *words, *more)
     assert done.code == 0, done.err
-    assert "timed: The passes of transformers: a step took" in done.out and "no clear gain" in done.out
+    assert "timed: The passes of transformers: a step took" in done.out and "not a clear gain" in done.out
     assert read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]["kernels"] == "own"
 
 
@@ -122,3 +123,60 @@ def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_o
     assert resumed_plan(request_of(job), plan).kernels == "library"
     capsys.readouterr()
     assert proven(asked)[0].job.plan.kernels == "own" and "timed: The" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """What a CPU lacks is claimed for it: that layers are faster after a second of compiling."""
+    monkeypatch.setitem(COMPILED.expected, "cpu", (1.0, 1.41))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compilation._compiled.cache_clear()  # by the compiler of another test
+    yield
+    compilation._compiled.cache_clear()
+
+
+def slow_unless_compiled(found, x):
+    if not torch.compiler.is_compiling():
+        time.sleep(0.02)
+    return found
+
+
+LONG = dict(rows=ROWS, probe=True, kernels="own", batch_size=16, max_steps=100_000)
+
+
+def test_a_long_run_may_try_compiled_layers_and_goes_by_what_was_found(tiny_model, tmp_path, compiles):
+    job = sized(make_job(tiny_model, tmp_path, "long", **LONG))
+    assert rivals_of(job, 1e-6) == {} and rivals_of(job, 0.1).keys() == {"compiled"}
+    off = make_job(tiny_model, tmp_path, "off", compile=False, **LONG)
+    assert rivals_of(sized(off), 0.1) == {} and not job.plan.compile
+    write_verdict(_path(job), "compiled", Verdict(seconds=0.1, beside=0.2, first_seconds=30.0))
+    plan = sized(make_job(tiny_model, tmp_path, "again", **LONG)).plan
+    assert (plan.compile, plan.kernels_origin) == (True, "probe")
+    assert any("layers are compiled, since steps timed on this device were faster" in why for why in plan.why)
+    assert not sized(make_job(tiny_model, tmp_path, "short", **LONG | {"max_steps": 200})).plan.compile
+    assert not sized(off).plan.compile
+    assert not resumed_plan(request_of(job), job.plan).compile and resumed_plan(request_of(job), plan).compile
+
+
+@pytest.mark.slow
+def test_it_tries_them_and_keeps_them_where_they_are_faster(tiny_model, tmp_path, monkeypatch, compiles):
+    forward = layer_forward.norm_forward
+    monkeypatch.setattr(
+        layer_forward, "norm_forward", lambda module, x: slow_unless_compiled(forward(module, x), x)
+    )
+    plan = proven(sized(make_job(tiny_model, tmp_path, "long", **LONG)))[0].job.plan
+    assert (plan.compile, plan.kernels, plan.kernels_origin) == (True, "own", "probe")
+    assert any("timed here before step 1: Compiled layers: a step took" in why for why in plan.why)
+    again = sized(make_job(tiny_model, tmp_path, "again", **LONG)).plan
+    assert (again.compile, again.kernels_origin) == (True, "probe")
+
+
+@pytest.mark.slow
+def test_compiled_layers_that_are_no_faster_are_left_out_and_that_is_said(
+    tiny_model, tmp_path, capsys, compiles
+):
+    """The operations that aot_eager calls are those of layers that are not compiled."""
+    session, _ = proven(sized(make_job(tiny_model, tmp_path, "long", **LONG)))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "timed: Compiled layers: a step took" in said and "which is no clear gain" in said
+    assert not session.job.plan.compile and session.job.plan.kernels_origin is None

@@ -127,7 +127,15 @@ def test_ranks_that_all_hang_outside_of_an_exchange_are_named_and_ended(start, t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),  # of SIGHUP, ranks get this one too
+        signal.SIGUSR1,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # the first of two is handled as SIGUSR1 is
+        signal.SIGHUP,
+    ],
+)
 def test_a_signal_to_us_reaches_the_ranks_and_all_may_save(start, number):
     result, _ = start("wait", "wait", lambda notes: os.kill(os.getpid(), number))
     received = signal.SIGTERM if number == signal.SIGHUP else number  # ranks may not handle a hangup

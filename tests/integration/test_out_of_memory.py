@@ -155,7 +155,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run(tiny_model, tmp_path, fault
         OutOfMemory, match="after 1 step, memory ran out at micro-batch 1: CUDA out of memory"
     ) as ended:
         train_job(job)
-    assert "no smaller plan to go on with" in str(ended.value) and ended.value.exit_code == 4
+    assert "no smaller plan to continue with" in str(ended.value) and ended.value.exit_code == 4
 
 
 @pytest.mark.faults

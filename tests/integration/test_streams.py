@@ -42,7 +42,7 @@ def config(tiny_model, tmp_path_factory):
     [
         ("a closed pipe", "1"),
         pytest.param("a closed pipe", "2", marks=pytest.mark.slow),
-        ("a full disk", "1"),
+        pytest.param("a full disk", "1", marks=pytest.mark.slow),
         pytest.param("nothing", "2", marks=pytest.mark.slow),
     ],
 )

@@ -55,8 +55,8 @@ def test_keywords_are_the_last_names_of_settings():
     ("keyword", "said"),
     [
         ("limit", "limit is a setting of 2 sections; write data_limit or eval_limit"),
-        ("max_step", r"max_step is no setting; did you mean max_steps\?"),
-        ("zzz", "zzz is no setting; docs/reference/config.md"),
+        ("max_step", r"max_step is not a setting; did you mean max_steps\?"),
+        ("zzz", "zzz is not a setting; docs/reference/config.md"),
     ],
 )
 def test_keywords_of_no_setting_or_of_several_are_refused(keyword, said):
@@ -96,7 +96,7 @@ def test_a_dataset_is_taken_as_it_is(tmp_path):
     [
         (
             (row for row in ROWS),
-            r"found a generator; what can be read only once becomes a list by list\(...\)",
+            r"found a generator; turn an iterator into a list: list\(...\)",
         ),
         ([], "expected rows, found none"),
         ({"train": ROWS}, r"found a dict of train; give one of them"),
@@ -117,7 +117,7 @@ def test_what_is_no_list_of_rows_is_refused(tmp_path, monkeypatch, data, said):
 
 def test_rows_without_a_model_or_nothing_at_all_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="model: expected the name of a model"):
+    with pytest.raises(ConfigError, match="model: without a config, expected a model's name"):
         sft.train(data=ROWS)
     with pytest.raises(ConfigError, match="nothing to train; give a config, or a model and data="):
         sft.train(model="m")

@@ -94,7 +94,7 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
         yield [{"model.dtype": "bfloat16"}]
     lighter = lighter_modes(config.tuning.mode, config.tuning.lora.init)
     bf16 = {"train.float8": False} if train.float8 else {}
-    plain = {"train.compile": False} if train.compile else {}
+    plain = {"train.compile": False} if train.asks_compile else {}
     yield [{"tuning.mode": mode} | bf16 | (plain if mode == "qlora" else {}) for mode in lighter]
     lengths = [int(request.facts.longest_row * share) // 64 * 64 for share in SHARES]
     yield [{"model.max_seq_len": length} for length in lengths if length]

@@ -33,6 +33,8 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
     ways = _ways_of(earlier, request.config.parallel)
     if request.config.train.kernels == "auto":
         ways["train.kernels"] = earlier.kernels
+    if request.config.train.compile == "auto":
+        ways["train.compile"] = earlier.compile
     again = request.in_groups_as(earlier.sharing).changed(ways)
     try:
         plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))

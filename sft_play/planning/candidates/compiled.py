@@ -22,29 +22,29 @@ from sft_play.units import AUTOCAST
 
 
 def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
-    """Refuses train.compile where nothing compiles for the device, and `here` what a compiler is missing for.
+    """Refuses to compile for a device for which nothing compiles, and `here` where a compiler is missing.
 
     Raises:
         ConfigError: the GPU is too old, or something is missing.
     """
-    if config.train.compile:
+    if config.train.asks_compile:
         COMPILED.require_runnable(device.kind, device.compute_capability, name=device.name, here=here)
     engine = config.parallel.engine
     # DeepSpeed's own collectives on a CPU are an extension
     builds = device.kind == "cpu" and engine != "auto" and "deepspeed" in engine_of(engine).packages
     compiling = [
-        ("train.compile=true", config.train.compile, "train.compile=false"),
+        ("train.compile=true", config.train.asks_compile, "train.compile=false"),
         (f"parallel.engine={engine}", builds, f"parallel.engine={WHOLE.name}"),
     ]
     for setting, compiles, other in compiling:
-        missing = _missing(device.kind) if compiles and here else None
+        missing = missing_for_compiler(device.kind) if compiles and here else None
         if missing:
             raise ConfigError(
                 f"{setting} needs {missing}, which is not installed; install it, or set {other}"
             )
 
 
-def _missing(device: str) -> str | None:
+def missing_for_compiler(device: str) -> str | None:
     """What the compiler of a "cuda" or "cpu" device needs and is not here; None if nothing."""
     if device == "cuda" and not find_spec("triton"):
         return "the package triton"
@@ -63,7 +63,7 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
         ConfigError: the attention is not ours, layers have experts or carry a state, adapters compute in
             another type than that of the frozen weights, or layers cannot multiply in float8.
     """
-    if not config.train.compile:
+    if not config.train.asks_compile:
         return
     dtype, autocast = choose_precision(config, device)
     computes_in = AUTOCAST.get(autocast.precision, "float32")
@@ -80,7 +80,7 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
         )
     if besides := _besides_dense_layers(architecture):
         raise ConfigError(
-            "train.compile=true compiles layers of attention and a dense feed-forward part, and "
+            "train.compile=true compiles only layers made of attention and a dense MLP, and "
             f"{architecture.facts.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
@@ -101,13 +101,13 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
     """Refuses float8 with types with which it was not measured, or if no layer can multiply in it."""
     if (dtype, precision) != ("float32", "bf16"):
         raise ConfigError(
-            "train.float8=true multiplies float32 weights under bf16 autocast; with others it may take more "
-            f"memory than is predicted, and these are {dtype} with train.mixed_precision={precision}; set "
+            "train.float8=true needs float32 weights under bf16 autocast: anything else may take more memory "
+            f"than predicted (found {dtype} weights, train.mixed_precision={precision}); set "
             "model.dtype=float32 and train.mixed_precision=bf16, or train.float8=false"
         )
     if not architecture.modules.float8_layers:
         raise ConfigError(
-            "train.float8=true serves linear layers of decoder layers whose sizes are multiples of "
+            "train.float8=true needs linear layers in the decoder layers whose sizes are multiples of "
             f"{float8.MULTIPLE}, and {architecture.facts.model_type} has none; set train.float8=false"
         )
 
@@ -116,24 +116,34 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
         return [CompiledLayers("float8")]
-    if config.train.compile:
+    if config.train.asks_compile:
         return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
-    precision = plan.precision
-    could = (
-        plan.device == "cuda"
+    if plan.compile:
+        return [CompiledLayers("timed"), *_float8_off(config, plan, architecture)]
+    if not may_compile(config, plan, architecture):
+        return []
+    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
+
+
+def may_compile(config: RunConfig, plan: Plan, architecture: Architecture) -> bool:
+    """Whether `train.compile=auto` may compile the layers of a plan, if a probe finds them faster so."""
+    dtype, autocast = plan.precision.dtype, plan.precision.autocast
+    return (
+        config.train.compile == "auto"
+        and plan.device in COMPILED.expected
         and config.tuning.mode != "qlora"
         and plan.kernels == "own"
         and not config.tuning.lora.use_dora
         and engine_of(plan.sharing.engine).compiles_layers
+        and not plan.sharing.offloads
         and not plan.sharing.divides_tokens
         and plan.activations.policy != "offload"
+        and not plan.activations.in_tiles
         and plan.attention == NAME
-        and (config.tuning.mode == "full" or precision.dtype == AUTOCAST.get(precision.autocast, "float32"))
+        and (config.tuning.mode == "full" or dtype == AUTOCAST.get(autocast, "float32"))
         and COMPILED.runs_on(plan.device, plan.compute_capability)
+        and not _besides_dense_layers(architecture)
     )
-    if not could or _besides_dense_layers(architecture):
-        return []
-    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
 
 
 def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
@@ -149,5 +159,5 @@ def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> li
     )
     if not could:
         return []
-    compiles = "" if config.train.compile else " with train.compile=true"
+    compiles = "" if config.train.asks_compile else " with train.compile=true"
     return [Unproven("float8", f"train.float8=true{compiles}")]

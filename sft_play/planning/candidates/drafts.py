@@ -104,8 +104,8 @@ def _several_types(config: RunConfig, device: Device) -> str | None:
     if not whole or dtype == "float32" or autocast.precision != "no":
         return None
     return (
-        f"parallel.engine={config.parallel.engine} joins all that is trained, which must have one type, but "
-        f"without autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
+        f"parallel.engine={config.parallel.engine} needs one data type for all trained weights, but without "
+        f"autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
         f"in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine={WHOLE.name}"
     )
 
@@ -164,7 +164,7 @@ def draft_plans(
             device=device.kind,
             compute_capability=device.compute_capability,
             kernels=config.train.layer_kernels,
-            compile=config.train.compile,
+            compile=config.train.asks_compile,
         )
         for sharing, activations, split in product(
             _sharings(config, device, world_size, machines), ways(train, device.kind), splits

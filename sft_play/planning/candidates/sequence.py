@@ -83,7 +83,7 @@ def require_divisible(
     if scaling:
         raise ConfigError(
             f"{asked}: {architecture.facts.model_type} scales its positions by the longest one that it sees "
-            f"(rope type {scaling}), which is another on each process; set parallel.sequence_parallel_size=1"
+            f"(rope type {scaling}), which differs between processes; set parallel.sequence_parallel_size=1"
         )
 
 

@@ -23,7 +23,7 @@ def may_tile(config: RunConfig, longest: int) -> bool:
     """Whether plans for rows of up to so many tokens may have MLPs in tiles: if asked for, or long enough."""
     if config.train.mlp_tiles != "auto":
         return config.train.asks_tiles
-    can = config.train.asked_activations != "keep" and not config.train.compile
+    can = config.train.asked_activations != "keep" and not config.train.asks_compile
     return can and config.parallel.divided(longest) >= FEWEST * TILE_TOKENS
 
 

@@ -46,7 +46,9 @@ def described_rows(rows: int | None, tokens: int | None, lengths: str | None) ->
     if rows is None and tokens is None and lengths is None:
         return None
     if rows is None:
-        raise ConfigError(f"TOKENS and LENGTHS say how long rows are, ROWS how many there are: {EXAMPLE}")
+        raise ConfigError(
+            f"TOKENS and LENGTHS describe the length of rows and need ROWS, their number: {EXAMPLE}"
+        )
     if (tokens is None) == (lengths is None):
         raise ConfigError(f"ROWS={rows} needs either TOKENS, their median, or LENGTHS: {EXAMPLE}")
     if tokens is not None:

@@ -105,7 +105,7 @@ def plan_clock(
             return None
         batch = mean_micro_batch(facts, plan)
         work = work_of(run, plan, batch.tokens)
-        if run.train.compile and plan.device == "cuda":  # on a CPU, compiled layers were no faster
+        if plan.compile and plan.device == "cuda":  # on a CPU, compiled layers were no faster
             work = fused(work)
         exchange = _exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks))
         parts = step_seconds(

@@ -62,7 +62,7 @@ TINY: dict[str, Any] = dict(
 )
 TINY_TOKENS = 16
 MANY, LARGE = 100, 1 << 22  # trained tensors of 64 elements, and elements of one tensor
-WHILE_BUSY = "measured while busy, so no plan counts on it"
+WHILE_BUSY = "measured while busy, so no plan uses it"
 
 
 def measure_in_child(name: str) -> DeviceProfile:

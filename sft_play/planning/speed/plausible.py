@@ -51,7 +51,7 @@ def believed(measured: DeviceProfile, sheet: DeviceProfile) -> DeviceProfile:
             doubts.append(f"{unit.name} ({_off(times)})")
     if not doubts:
         return measured
-    source = f"{measured.source}, but what cannot be true is {sheet.source}: {', '.join(doubts)}"
+    source = f"{measured.source}, implausible figures replaced by those {sheet.source}: {', '.join(doubts)}"
     return replace(measured, products=products, source=source, **changes)
 
 

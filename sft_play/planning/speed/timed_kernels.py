@@ -1,4 +1,4 @@
-"""What runs have found out about kernels: those that a probe timed on this device beside what was in use."""
+"""What runs have found out about kernels and compiled layers, timed on this device beside what was in use."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from sft_play.cache import entry, read_value, update_value
+from sft_play.cache import entry, read_value, update_value, write_value
 from sft_play.config.schema import RunConfig
 from sft_play.parts import Activations, Sharing
 from sft_play.plan import Plan
@@ -16,6 +16,7 @@ from sft_play.planning.speed.measured_speed import HALF_LIFE_S
 from sft_play.sizing.corrections import record_path
 from sft_play.units import format_duration
 
+TO_COMPILE = "seconds to compile decoder layers"
 LEAST_GAIN = 0.02  # of a step's time; what is faster by less may be so by chance
 
 
@@ -26,6 +27,7 @@ class Verdict:
     seconds: float | None = None
     beside: float | None = None
     spread: float = 0.0  # between steps of the same side, in seconds
+    first_seconds: float = 0.0  # how much longer than that it took until the first step with them was done
     problem: str = ""
     at: float = 0.0  # seconds since 1970
 
@@ -40,12 +42,17 @@ class Verdict:
         beside = self.beside or 0.0
         return (1 - self.share) * beside > max(self.spread, LEAST_GAIN * beside)
 
+    def pays(self, steps: int) -> bool:
+        """Whether what a run of so many steps gains by them is more than the first step costs."""
+        return self.wins and ((self.beside or 0.0) - (self.seconds or 0.0)) * steps > self.first_seconds
+
     def said(self, label: str) -> str:
         """What was found, in a line; the label is that of the kernels."""
         if self.problem or not self.seconds or not self.beside:
             return f"{label}: left out, since {self.problem}"
         took = f"a step took {format_duration(self.seconds)} instead of {format_duration(self.beside)}"
-        return f"{label}: {took}{'' if self.wins else ', which is no clear gain'}"
+        after = f" after {format_duration(self.first_seconds)}" if self.first_seconds > 1 else ""
+        return f"{label}: {took}{after}{'' if self.wins else ', not a clear gain'}"
 
 
 def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
@@ -67,7 +74,17 @@ def write_verdict(path: Path, name: str, verdict: Verdict, now: Callable[[], flo
     update_value(path, lambda known: known | {name: dated})
 
 
-def fastest_of(verdicts: Mapping[str, Verdict]) -> str | None:
-    """The kernels that won by most; None if none did."""
+def winners_of(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """The kernels that won, the fastest first."""
     won = {name: one.share for name, one in verdicts.items() if one.wins}
-    return min(won, key=won.__getitem__, default=None)
+    return sorted(won, key=won.__getitem__)
+
+
+def seconds_to_compile(device: str, otherwise: float) -> float:
+    """The most that compiling has taken on a device of this name, `otherwise` where it has not been seen."""
+    return read_value(entry("kernels", TO_COMPILE, device)) or otherwise
+
+
+def keep_seconds_to_compile(device: str, seconds: float) -> None:
+    """Notes how long it took; less is no news, since code is kept."""
+    write_value(entry("kernels", TO_COMPILE, device), max(seconds, seconds_to_compile(device, 0.0)))

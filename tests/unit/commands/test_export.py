@@ -121,7 +121,7 @@ def test_other_types_are_refused(finished):
 
 def test_without_the_package_the_command_that_installs_it_is_named(finished, monkeypatch):
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs gguf, not installed; run `.*(gguf|export)"):
+    with pytest.raises(ConfigError, match=r"needs gguf \(not installed\); run `.*(gguf|export)"):
         export(finished.config, finished.run)
 
 

@@ -57,7 +57,7 @@ def test_a_command_that_fails_after_training_is_not_done_but_its_run_is_trained(
 
 def test_ctrl_c_after_training_leaves_a_trained_run_that_is_not_done(tmp_path):
     run = RunDir(tmp_path / "one")
-    with pytest.raises(KeyboardInterrupt, match="stopped after training, whose weights are saved"):
+    with pytest.raises(KeyboardInterrupt, match="stopped after training; the weights are saved"):
         with end_reported(run, make_settings("one"), here=True):
             trained(run)
             raise KeyboardInterrupt("stopped")

@@ -200,7 +200,7 @@ def pretended(monkeypatch):
 
 def test_without_the_extra_the_command_that_installs_it_is_named(finished, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs lm-eval, .*(lm_eval|EXTRAS=lm-eval)"):
+    with pytest.raises(ConfigError, match=r"needs lm-eval \(not installed\).*(lm_eval|EXTRAS=lm-eval)"):
         evaluate_tasks(finished.config, finished.run, Options(("hellaswag",)))
 
 

@@ -289,7 +289,7 @@ def test_a_chat_says_what_to_try(finished, screen):
         chat(finished.config, finished.run, read=typed("/quit"))
     finally:
         finished.run.summary.write_text(before)
-    assert "held out, to try:\n  the first\n  the second\n" in screen.getvalue()
+    assert "Held-out rows to try:\n  the first\n  the second\n" in screen.getvalue()
 
 
 def test_a_row_that_was_held_out_is_answered_without_what_was_said_before(finished, screen):

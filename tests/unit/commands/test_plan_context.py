@@ -79,7 +79,7 @@ def test_what_is_no_length_is_refused(typed):
     ("words", "said"),
     [
         ([*CARD, "--context", "513"], "CONTEXT=513 exceeds the 512 positions that 'org/Tiny-1' supports"),
-        (["--context", "max"], "CONTEXT=max is answered for one kind of GPU"),
+        (["--context", "max"], "CONTEXT=max needs one kind of GPU"),
         ([*CARD, "--context", "max", "--rows", "5", "--tokens", "9"], "CONTEXT asks for the longest row"),
         (
             [*CARD, "--context", "max", "train.packing=true", "train.effective_batch_size=4096"],

@@ -125,7 +125,7 @@ def test_a_public_repository_needs_public(finished, hub):
 def test_without_a_token_the_next_command_is_named(finished, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(
-        ConfigError, match="needs an access token .*run `.venv/bin/hf auth login` or set HF_TOKEN"
+        ConfigError, match="needs a Hugging Face access token.*run `.venv/bin/hf auth login` or set HF_TOKEN"
     ):
         push(finished.config, finished.run, REPO)
     assert not hub.asked
@@ -147,7 +147,7 @@ def test_a_malformed_repository_is_refused(finished, hub, name):
             lambda hub: setattr(hub, "token", "hf_another"),
             "does not accept the access token; run `.venv/bin/hf auth login`",
         ),
-        (lambda hub: setattr(hub, "may_write", False), "the access token may not write there"),
+        (lambda hub: setattr(hub, "may_write", False), "the access token has no write permission there"),
         (lambda hub: setattr(hub, "fails_at", "/commit/"), "the Hub answered 500: .*out of order"),
     ],
 )
@@ -195,7 +195,7 @@ def test_damaged_weights_are_not_published(finished, hub):
 def test_a_card_with_a_token_in_it_is_not_published(finished, hub):
     (finished.run.adapter / "README.md").write_text(f"use hf_{'a' * 30}")
     with pytest.raises(
-        ConfigError, match=r"README.md contains an access token \(hf_...\), and would publish it"
+        ConfigError, match=r"README.md contains an access token \(hf_...\), which would be published"
     ):
         push(finished.config, finished.run, REPO)
     assert not hub.asked

@@ -46,7 +46,7 @@ def test_all_are_named_in_one_error(run, workers):
     assert "found a list" in lines[2]
     assert "key 'answer' is missing" in lines[3]
     assert "is the file truncated?" in lines[4]
-    assert last == "Correct them, or train without: data.bad_rows=drop"
+    assert last == "Correct them, or leave them out: data.bad_rows=drop"
 
 
 def test_a_row_of_messages_that_are_none_is_one_of_them(run):

@@ -229,8 +229,8 @@ def test_test_rows_are_held_out_and_what_was_read_is_said(folder, make_tokenizer
         f"  train: {folder}, split train: 1 file (train-1.jsonl)\n",
         f"  val: {folder}, split validation: 1 file (validation-1.jsonl)\n",
         f"  test: {folder}, split test: 1 file (test-1.jsonl)\n",
-        f"  {folder}: left out, being about the data: LICENSE\n",
-        f"  warning: {folder}: left out, being neither rows nor text: scan.pdf\n",
+        f"  {folder}: left out (about the data, not part of it): LICENSE\n",
+        f"  warning: {folder}: left out (neither rows nor text): scan.pdf\n",
     ):
         assert line in screen.file.getvalue()
 
@@ -258,20 +258,20 @@ def test_rows_of_a_split_that_cannot_be_used_say_how_to_do_without(folder, make_
     write(folder, "train.jsonl", count=20)
     (folder / "test.jsonl").write_text('{"question": "q", "answer": ""}\n')
     with pytest.raises(
-        DataError, match=rf"split test.*0 supervised.*\n.*name the others alone: {folder}::train"
+        DataError, match=rf"split test.*0 supervised.*\n.*use only the others: {folder}::train"
     ):
         prepare(config_of(folder), make_tokenizer(), progress=False)
     (folder / "test.jsonl").write_text('{"question": "q"}\n')
-    with pytest.raises(DataError, match=rf"no format has.*(?s:.*)name the others alone: {folder}::train"):
+    with pytest.raises(DataError, match=rf"no format has.*(?s:.*)use only the others: {folder}::train"):
         prepare(config_of(folder), make_tokenizer(), progress=False)
     error = next(found for found in data_findings(config_of(folder)) if "test.jsonl" in found.what)
-    assert error.fix.endswith(f"name the training rows alone: {folder}::train")
+    assert error.fix.endswith(f"use only the training rows: {folder}::train")
 
 
 def test_a_check_says_what_is_left_out(folder):
     write(folder, "a.jsonl", "handbook.txt")
     said = [finding.what for finding in data_findings(config_of(folder)) if finding.level == WARNING]
-    assert said == [f"{folder}: left out, being text beside rows: handbook.txt"]
+    assert said == [f"{folder}: left out (text next to rows): handbook.txt"]
 
 
 def test_saved_datasets_are_read_with_their_splits_and_without_kept_results(folder):

@@ -133,7 +133,7 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.jsonl", '{"question": 1e400}\n', ":1: 1e400 is beyond the numbers of 64 bits"),
         ("a.json", f'[{LINE},\n{{"a": -1e999}}]', ":2: -1e999 is beyond"),
         ("a.csv", 'messages\n"{""a"": 1, ""a"": 2}"\n', ":2: column 'messages' is not valid JSON: duplicate key 'a'"),
-        ("a.csv", "tools\n[NaN]\n", ":2: column 'tools' is not valid JSON: NaN is no JSON"),
+        ("a.csv", "tools\n[NaN]\n", ":2: column 'tools' is not valid JSON: NaN is not allowed in JSON"),
         ("a.jsonl", f"{LINE}\n[1, 2]\n", ":2: expected a JSON object, found a list"),
         ("a.jsonl", "[" * 100_000, "recursion"),
         ("a.jsonl", f'{LINE}\n{{"a": {"[" * 100}{"]" * 100}}}\n', ":2: nested more than 100 levels deep"),

@@ -206,7 +206,7 @@ def test_columns_say_what_keys_are_called_in_the_data(run):
     with_roles = run([([{**row, "role": "Be brief."} for row in OTHER], {})], columns=COLUMNS)
     assert with_roles.stats["train"]["tokens"] > run([(OTHER, {})], columns=COLUMNS).stats["train"]["tokens"]
     with pytest.raises(
-        DataError, match="data.columns.prompt is 'question', which is no key of the row: input_t"
+        DataError, match="data.columns.prompt is 'question', which is not a key of the row: input_t"
     ):
         run([(OTHER, {})], columns={**COLUMNS, "prompt": "question"})
     with pytest.raises(DataError, match="keys are called here: data.columns.prompt=<key>"):

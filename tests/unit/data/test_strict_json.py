@@ -19,8 +19,8 @@ from sft_play.rows.strict_json import parse
     [
         ('{"a": 1, "a": 2}', "duplicate key 'a'"),
         ('{"b": [{"a": 1, "a": 1}]}', "duplicate key 'a'"),
-        ("NaN", "NaN is no JSON"),
-        ('{"a": -Infinity}', "-Infinity is no JSON"),
+        ("NaN", "NaN is not allowed in JSON"),
+        ('{"a": -Infinity}', "-Infinity is not allowed in JSON"),
         ("1e400", "1e400 is beyond the numbers of 64 bits"),
         ("[" * 101 + "]" * 101, "nested more than 100 levels"),
         ("[" * 100_000, "nested more than 100 levels"),

@@ -93,7 +93,8 @@ def test_a_system_prompt_beside_messages_and_an_old_function_call_are_named_with
     call = {**ANSWER, "function_call": {"name": "add", "arguments": "{}"}}
     rows = [{**MESSAGES, "system": "Be brief.", "id": 3}] * 2 + [{"messages": [USER, call], "system": ""}]
     assert warnings_of(rows) == [
-        "data.train_path: not used of its 3 rows: id (2 rows), system (2 rows), messages[].function_call (1 row)"
+        "data.train_path: keys of its 3 rows that are not used: "
+        "id (2 rows), system (2 rows), messages[].function_call (1 row)"
     ]
     assert warnings_of([MESSAGES, {**MESSAGES, "tools": []}]) == []
 

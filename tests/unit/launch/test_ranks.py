@@ -192,7 +192,7 @@ def test_a_kernel_that_kills_for_lack_of_memory_is_told():
     assert "no memory left" not in outcome([], range(2), 1, **settings).message
     found = outcome([], range(2), 1, **settings, kernel_killed=True)
     assert (
-        "killed by SIGKILL" in found.message and "had no memory left: let the run take less" in found.message
+        "killed by SIGKILL" in found.message and "had no memory left: make the run need less" in found.message
     )
 
 

@@ -51,8 +51,8 @@ def test_nothing_has_a_price_as_shipped(tables):
         ("[1]: 1", "line 1: GPU .* is unknown"),
         ("RTX 4090: 1\nGeForce RTX 4090: 2", "line 2: GeForce RTX 4090 has a price further up; keep one"),
         ("- RTX 4090", "line 1: expected lines such as `RTX 4090: 0.4`"),
-        ("RTX 4090: {", "line 1: no YAML; expected lines such as"),
-        ("RTX 4090: *x", "line 1: no YAML"),
+        ("RTX 4090: {", "line 1: not valid YAML; expected lines such as"),
+        ("RTX 4090: *x", "line 1: not valid YAML"),
     ],
 )
 def test_a_bad_price_names_its_file_and_line(tables, text, said):

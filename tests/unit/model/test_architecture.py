@@ -39,13 +39,13 @@ TWO_TEXTS = MusicgenConfig(
     [
         (BartConfig(), "bart is an encoder-decoder"),
         (TWO_TEXTS, "musicgen is an encoder-decoder"),
-        (BertConfig(), "bert reads texts in both directions"),
-        (XLNetConfig(), "xlnet reads texts in both directions"),
+        (BertConfig(), "bert reads text in both directions"),
+        (XLNetConfig(), "xlnet reads text in both directions"),
         (GitConfig(), "git describes images"),
         (BltConfig(), "blt has no single width"),
         (Gemma4UnifiedAssistantConfig(), "gemma4_unified_assistant drafts tokens for another model"),
         (ReformerConfig(is_decoder=True), "reformer computes its gradients by itself"),
-        (CLIPTextConfig(), "clip_text_model is no language model, as far as transformers 5"),
+        (CLIPTextConfig(), "clip_text_model is not a language model that transformers 5"),
     ],
 )
 def test_what_is_no_decoder_is_refused_with_what_can_be_trained(config, said):
@@ -78,7 +78,7 @@ def test_a_class_that_transformers_takes_anyway_is_not_named():
 def test_what_a_model_is_comes_before_the_sizes_in_its_config(tmp_path):
     XLNetConfig().save_pretrained(tmp_path)  # its max_position_embeddings is -1
 
-    with pytest.raises(ConfigError, match="xlnet reads texts in both directions"):
+    with pytest.raises(ConfigError, match="xlnet reads text in both directions"):
         load_model_config(ModelConfig(name=str(tmp_path)))
 
 

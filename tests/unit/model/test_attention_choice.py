@@ -76,9 +76,9 @@ def test_a_package_is_taken_only_for_attention_that_ours_does_not_compute(monkey
             "float32",
             "16 bits, and this run in float32; set train.mixed_precision=bf16 or fp16",
         ),
-        (LlamaConfig(attention_dropout=0.1), "bfloat16", "no dropout, and the attention of llama has 0.1"),
-        (LlamaConfig(head_dim=320), "float16", "at most 256 values, and those of llama have 320"),
-        (GptOssConfig(), "bfloat16", "gpt_oss have attention sinks, which it would leave out"),
+        (LlamaConfig(attention_dropout=0.1), "bfloat16", "no dropout, but llama has attention dropout 0.1"),
+        (LlamaConfig(head_dim=320), "float16", "at most 256 values, and llama has 320"),
+        (GptOssConfig(), "bfloat16", "gpt_oss have attention sinks, which it would ignore"),
     ],
 )
 def test_what_a_package_cannot_compute_is_named(config, dtype, message):

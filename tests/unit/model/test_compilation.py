@@ -180,7 +180,7 @@ def test_code_is_kept_in_the_cache_or_said_to_be_in_a_folder_of_the_process(tmp_
     compilation._kept_code.cache_clear()
     folder = Path(compilation._kept_code())
     assert not folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o777 == 0o700
-    assert "compiled code is not kept, since others than you can write to" in capsys.readouterr().out
+    assert "compiled code is not kept, because other users can write to" in capsys.readouterr().out
     compilation._kept_code.cache_clear()
 
 

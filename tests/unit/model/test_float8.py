@@ -115,7 +115,7 @@ def test_products_have_the_shapes_that_kernels_of_gpus_ask_for(models, monkeypat
     ],
 )
 def test_devices_without_such_products_are_named_with_those_that_have_them(device, name, capability, found):
-    said = rf"8.9 \(Ada\), 9.0 \(Hopper\) or 10.x .*, and this is {found}; set train.float8=false$"
+    said = rf"8.9 \(Ada\), 9.0 \(Hopper\) or 10.x .*, but this is {found}; set train.float8=false$"
     with pytest.raises(ConfigError, match=said):
         FLOAT8.require_runnable(device, capability, name=name, here=False)
 

@@ -231,13 +231,13 @@ def test_named_architectures_have_modules_that_are_replaced(name):
 
 def test_an_architecture_without_such_modules_is_refused():
     with pytest.raises(
-        ConfigError, match=r"none of gpt2's modules.*llama, mistral.*allowed for it: auto, own"
+        ConfigError, match=r"like those of llama, mistral.*, and gpt2 has none; allowed for it: auto, own"
     ):
         LIGER.require_modules("gpt2", module_facts(miniature("gpt2")).served["liger"])
 
 
 def test_what_cannot_run_is_refused_with_what_can():
-    with pytest.raises(ConfigError, match=r"7.0 or newer, .*, and this is the CPU; set train.kernels=auto"):
+    with pytest.raises(ConfigError, match=r"7.0 or newer, .*, but this is the CPU; set train.kernels=auto"):
         LIGER.require_runnable("cpu", None, here=True)
     with pytest.raises(ConfigError, match=r"this is a GPU \(6\.1\)"):
         LIGER.require_runnable("cuda", (6, 1), here=False)

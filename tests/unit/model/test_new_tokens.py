@@ -194,11 +194,11 @@ def test_whole_embedding_and_head_stay_tied_if_they_were(models, tmp_path, tied,
         ({"target_modules": ("q_proj", "nope")}, (), r"tuning.lora.target_modules.*nope"),
         ({"rank_pattern": {r"(\w+\.?)+!": 4}}, (), r"rank_pattern: .* takes more than 5 s on the names"),
         ({"alpha_pattern": {r"(.*)*z": 4}}, (), r"alpha_pattern: .* takes more than 5 s on the names"),
-        ({"modules_to_save": ("lm_head",)}, IDS, r"trains lm_head whole, and model.new_tokens trains single rows"),
+        ({"modules_to_save": ("lm_head",)}, IDS, r"trains lm_head in full, and model.new_tokens trains single rows"),
         (
             {"modules_to_save": ("mlp",), "target_modules": ("q_proj", "up_proj")},
             (),
-            r"trains model.layers.0.mlp.up_proj whole, and tuning.lora.target_modules gives it an adapter",
+            r"trains model.layers.0.mlp.up_proj in full, and tuning.lora.target_modules gives it an adapter",
         ),
     ],
 )  # fmt: skip

@@ -79,7 +79,7 @@ def test_a_model_that_is_scaled_already_keeps_its_kind_and_gets_another_factor()
             lambda: LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             YARN, "rope_type=dynamic, which yarn would replace; leave it out",
         ),
-        (CONFIGS["llama"], {"rope_type": "linear", "factor": 2, "original_max_position_embeddings": 9}, "is for yarn"),
+        (CONFIGS["llama"], {"rope_type": "linear", "factor": 2, "original_max_position_embeddings": 9}, "applies only to yarn"),
     ],
 )  # fmt: skip
 def test_what_would_break_a_model_is_refused(config, scaling, said):

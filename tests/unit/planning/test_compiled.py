@@ -85,7 +85,7 @@ def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dt
 def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
     old = Device(kind="cuda", name="P100", bf16=False, compute_capability=(6, 0))
     with pytest.raises(
-        ConfigError, match=r"7.0 or newer, .*, and this is P100 \(6.0\); set train.compile=false"
+        ConfigError, match=r"7.0 or newer, .*, but this is P100 \(6.0\); set train.compile=false"
     ):
         require_compiler(config_of(), old, here=False)
     cpu = Device(kind="cpu", name="CPU", bf16=True)
@@ -136,7 +136,7 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
         ("bfloat16", "no"),
         ("bfloat16", "bf16"),
     ):
-        said = f"these are {dtype} with train.mixed_precision={precision}; set model.dtype=float32 and"
+        said = rf"found {dtype} weights, train.mixed_precision={precision}\); set model.dtype=float32 and"
         with pytest.raises(ConfigError, match=said):
             plan(model={"dtype": dtype}, mixed_precision=precision)
     with pytest.raises(ConfigError, match="multiples of 16, and llama has none; set train.float8=false"):
@@ -149,11 +149,11 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
 @pytest.mark.parametrize(
     ("gpu", "mode", "compiled", "takes"),
     [
-        ("H100", "full", False, "train.float8=true with train.compile=true takes it"),
+        ("H100", "full", "auto", "train.float8=true with train.compile=true takes it"),
         ("RTX 4090", "full", True, "train.float8=true takes it"),
-        ("H100", "lora", False, None),
-        ("A100 80GB", "full", False, None),
-        ("RTX 5090", "full", False, None),
+        ("H100", "lora", "auto", None),
+        ("A100 80GB", "full", "auto", None),
+        ("RTX 5090", "full", "auto", None),
     ],
 )
 def test_a_gpu_that_could_multiply_in_float8_is_told_that_it_is_off(gpu, mode, compiled, takes):
@@ -179,10 +179,10 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_plan_has_the_memory_of_layers_that_are_not_compiled_and_fused_seconds(processes):
     machine = what_if("RTX 4090", processes)
-    plans = [planned(config_of(compile=on), machine, processes=processes) for on in (False, True)]
+    plans = [planned(config_of(compile=on), machine, processes=processes) for on in ("auto", True)]
     said = [[line for line in plan.why if "compiled" in line] for plan in plans]
     assert said == [
-        ["layers are not compiled, since the first step would take a minute or more; train.compile=true compiles them, which made the steps of an H200 faster (docs/benchmarks.md)"],
+        ["layers are not compiled: that takes a minute or more, which a run tries where it is under 2% of its time; train.compile=true always compiles, which made the steps of an H200 faster (docs/benchmarks.md)"],
         ["layers are compiled, as set in the config; memory is predicted for layers that are not, seconds on a "
          "GPU with element-wise operations fused; the first step takes longer"],
     ]  # fmt: skip

@@ -30,7 +30,7 @@ def test_a_median_alone_is_spread_as_gsm8k_is_and_one_length_is_one_length():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ((None, 1500, None), "ROWS how many there are"),
+        ((None, 1500, None), "need ROWS, their number"),
         ((5, None, None), "ROWS=5 needs either TOKENS"),
         ((5, 7, "lognormal:1:2"), "ROWS=5 needs either TOKENS"),
         ((5, None, "normal:1:2"), "LENGTHS=normal:1:2: expected lognormal:median:p95"),

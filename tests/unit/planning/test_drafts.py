@@ -174,7 +174,7 @@ def test_an_engine_that_joins_what_is_trained_needs_it_in_one_type(mode, engine)
     usual = engines(mixed_precision="bf16")
     assert engines(dtype="float32") == usual and (engine == "auto" or usual == {engine})
     if engine.startswith("deepspeed"):
-        message = rf"parallel.engine={engine} joins all.*\(lm_head\) stay in bfloat16.*mixed_precision=bf16"
+        message = rf"parallel.engine={engine} needs one data type.*\(lm_head\) stay in bfloat16.*mixed_precision=bf16"
         with pytest.raises(ConfigError, match=message):
             engines()
     else:
@@ -227,7 +227,7 @@ def test_gradients_that_are_to_wait_on_the_gpu_are_not_offloaded():
 
 
 def test_offloading_to_disk_says_what_works_instead():
-    with pytest.raises(ValueError, match=r"nvme is no place for all of it; set offload=ram, .* nvme_path="):
+    with pytest.raises(ValueError, match=r"nvme cannot hold everything; set offload=ram, .* nvme_path="):
         ParallelConfig(offload="nvme")
     run = config()
     parallel = run.parallel.model_copy(update={"nvme_path": "/fast"})

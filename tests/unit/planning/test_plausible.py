@@ -47,7 +47,7 @@ def test_a_lie_is_replaced_and_said():
     assert found == replace(SHEET, measured=True, source=found.source)
     names = "bfloat16 products", "float16 products", "float32 products", "attention", "memory", "calls"
     said = ", ".join(f"{name} (1,000 times too slow)" for name in names)
-    assert found.source == f"measured in 4.0 s, but what cannot be true is {SHEET.source}: {said}"
+    assert found.source == f"measured in 4.0 s, implausible figures replaced by those {SHEET.source}: {said}"
 
 
 def test_only_the_unit_that_lies_is_replaced():

@@ -219,7 +219,7 @@ def test_this_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(measurement, "used_by_others", lambda began: 0.43)
     found = measurement.measure("this one", 1)
     assert found.measured and found.threads == 1
-    assert found.source == "measured while busy, so no plan counts on it" and found.busy == 0.43
+    assert found.source == "measured while busy, so no plan uses it" and found.busy == 0.43
     assert found.call_forward_s > 0 and found.update_element_s > 0 and found.unpack_s > 0
     assert set(found.products) == {"float32", "bfloat16"}
     from sft_play.report.profile import profile_report

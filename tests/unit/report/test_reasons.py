@@ -197,7 +197,12 @@ SENTENCES = [
     ),
     (
         CompiledLayers("off"),
-        "layers are not compiled, since the first step would take a minute or more; train.compile=true compiles them, which made the steps of an H200 faster (docs/benchmarks.md)",
+        "layers are not compiled: that takes a minute or more, which a run tries where it is under 2% of its time; train.compile=true always compiles, which made the steps of an H200 faster (docs/benchmarks.md)",
+    ),
+    (
+        CompiledLayers("timed"),
+        "layers are compiled, since steps timed on this device were faster; memory is predicted for layers that "
+        "are not, seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
     (
         CompiledLayers("on"),

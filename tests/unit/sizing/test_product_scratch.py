@@ -45,6 +45,7 @@ def test_a_processor_that_follows_no_rule_says_by_how_much():
     assert not rule.holds and rule.worst > 0.1
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm"])
 def test_products_on_this_processor_take_what_its_rule_says(name):
     """Of sizes that were not measured, in one thread; where nothing is needed, of AVX2 for example, nothing."""
@@ -52,7 +53,6 @@ def test_products_on_this_processor_take_what_its_rule_says(name):
     rule = dict(rules).get(name, ScratchRule(0, 0, 0, 0))
     if not rule.holds:
         pytest.skip(f"{name} follows no rule on this processor: off by {rule.worst:.0%}")
-    torch.set_num_threads(1)
     batch = (2,) if name == "bmm" else ()
     tensors = [torch.ones((*batch, *shape), dtype=torch.bfloat16) for shape in ((190, 130), (130, 270))]
     bias = [torch.ones(270, dtype=torch.bfloat16)] if name == "addmm" else []

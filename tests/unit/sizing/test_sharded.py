@@ -292,7 +292,9 @@ def test_what_is_trained_of_a_layer_must_have_one_type():
     sixteen = dict(mode="lora", dtype="bfloat16", mixed_precision="no")
     trace_step(LLAMA, spec(lora=LoraSettings(r=4, modules_to_save=["lm_head"]), **sixteen))
     beside_adapters = LoraSettings(r=4, modules_to_save=["input_layernorm"])
-    with pytest.raises(ConfigError, match=r"several types: bfloat16, float32.*mixed_precision=bf16"):
+    with pytest.raises(
+        ConfigError, match=r"for all trained weights, found: bfloat16, float32.*mixed_precision=bf16"
+    ):
         trace_step(LLAMA, spec(lora=beside_adapters, **sixteen))
 
 

@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from sft_play.planning.speed.timed_kernels import Verdict, fastest_of, read_verdicts, write_verdict
+from sft_play.planning.speed.timed_kernels import (
+    Verdict,
+    keep_seconds_to_compile,
+    read_verdicts,
+    seconds_to_compile,
+    winners_of,
+    write_verdict,
+)
 from sft_play.train.kernel_turns import verdict_of
 
 SAME = [[(2.0, 1.0)], [(2.0, 1.0)]]
@@ -49,8 +56,25 @@ def test_the_fastest_that_won_is_taken_and_asked_again_after_a_week(tmp_path):
     for name, verdict in tried.items():
         write_verdict(path, name, verdict, now=lambda: 0.0)
     known = read_verdicts(path, now=lambda: 0.9 * WEEK_S)
-    assert set(known) == set(tried) and fastest_of(known) == "best"
+    assert set(known) == set(tried) and winners_of(known) == ["best", "good"]
     assert read_verdicts(path, now=lambda: 1.1 * WEEK_S) == {}
-    assert fastest_of({"slower": tried["slower"], "wrong": tried["wrong"]}) is None
+    assert winners_of({"slower": tried["slower"], "wrong": tried["wrong"]}) == []
     assert tried["good"].said("Kernels") == "Kernels: a step took 800 ms instead of 1.0 s"
-    assert tried["slower"].said("Kernels").endswith("which is no clear gain")
+    assert tried["slower"].said("Kernels").endswith(", not a clear gain")
+
+
+def test_what_takes_long_to_begin_pays_in_a_run_that_gains_more():
+    compiled = Verdict(seconds=1.5, beside=2.0, first_seconds=90.0)
+    assert compiled.pays(181) and not compiled.pays(180)
+    assert (
+        compiled.said("Compiled layers")
+        == "Compiled layers: a step took 1.5 s instead of 2.0 s after 1 min 30 s"
+    )
+    assert not Verdict(seconds=2.0, beside=2.0).pays(10**9)
+
+
+def test_the_longest_time_to_compile_is_remembered_for_each_device():
+    assert seconds_to_compile("GPU", 91.0) == 91.0
+    for seconds in (60.0, 20.0):  # the second time, code was kept
+        keep_seconds_to_compile("GPU", seconds)
+    assert seconds_to_compile("GPU", 91.0) == 60.0 and seconds_to_compile("another", 91.0) == 91.0
