@@ -23,7 +23,7 @@ from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.given import by_name, with_names, write_given
-from sft_play.hooks import Hooks, Progress
+from sft_play.hooks import Hooks, Listener
 from sft_play.launch.environment import set_environment
 from sft_play.results import Evaluation, Planned, Run, Scores, answers_of
 from sft_play.rows.calls import history_text
@@ -42,7 +42,7 @@ def plan(
     data: object = None,
     settings: Settings | None = None,
     callbacks: Sequence[Any] = (),
-    progress: Progress | None = None,
+    progress: Listener | None = None,
     **keywords: Any,
 ) -> Planned:
     """Chooses a plan and predicts its memory and speed, as `sft-play plan` does; trains nothing.
@@ -86,7 +86,7 @@ def train(
     engine: str | None = None,
     resume: bool = False,
     callbacks: Sequence[Any] = (),
-    progress: Progress | None = None,
+    progress: Listener | None = None,
     **keywords: Any,
 ) -> Run:
     """Plans and trains a run to its end, as `sft-play train` does, with its progress on standard output.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Progress = Callable[[dict[str, Any]], object]  # of each record of metrics.jsonl, as it is written
+Listener = Callable[[dict[str, Any]], object]  # of each record of metrics.jsonl, as it is written
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Hooks:
     """What is called while a run trains in this process."""
 
     callbacks: tuple[Any, ...] = ()  # transformers.TrainerCallback; they do not see the probe
-    progress: Progress | None = None
+    progress: Listener | None = None
 
     def __bool__(self) -> bool:
         return bool(self.callbacks) or self.progress is not None

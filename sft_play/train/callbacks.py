@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.hooks import Listener
 from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
@@ -32,7 +33,7 @@ class Reporter(TrainerCallback):
         *,
         main: bool,
         flops_share: float | None = None,
-        progress: Progress | None = None,
+        progress: Listener | None = None,
     ) -> None:
         """Only the `main` rank prints and writes, and calls `progress` with each record.
 
