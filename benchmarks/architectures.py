@@ -321,7 +321,8 @@ def guide(outcomes: list[Outcome]) -> str:
     by_type: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         by_type.setdefault(outcome.model_type, {})[outcome.way] = outcome
-    rows, unbuilt = [], []
+    unbuilt = []
+    trained: dict[str, list[str]] = {}  # names by the cells that they share
     refused: dict[str, list[str]] = {}
     for name, ways in by_type.items():
         if "build" in ways:
@@ -330,12 +331,14 @@ def guide(outcomes: list[Outcome]) -> str:
             reason = _cell(ways["lora"].refusal).partition("; SFT-Play trains")[0]
             refused.setdefault(reason.replace(f"{name} ", "", 1), []).append(name)
         else:
-            rows.append(f"| {name} | {' | '.join(_mark(ways[way]) for way in WAYS)} | {_notes(ways)} |")
-    count = sum(len(names) for names in refused.values())
-    found = f"{len(rows)} train, {count} are refused with a reason, {len(unbuilt)} were not built"
+            cells = f"{' | '.join(_mark(ways[way]) for way in WAYS)} | {_notes(ways)} |"
+            trained.setdefault(cells, []).append(name)
+    count, many = (sum(map(len, groups.values())) for groups in (refused, trained))
+    found = f"{many} train, {count} are refused with a reason, {len(unbuilt)} were not built"
     missing = sorted(set(architectures()) - set(by_type))
     if missing:
         found += f"; not walked yet: {', '.join(missing)}"
+    rows = [f"| {', '.join(names)} | {cells}" for cells, names in trained.items()]
     reasons = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())]
     return GUIDE_TEXT.format(
         found=found,

@@ -11,9 +11,9 @@ from sft_play.config.schema import RunConfig
 
 HEAD = """# Settings
 
-Every key of a config file, made by `make docs` from `sft_play/config/schema.py`. A key is set in the YAML
-file of the run (`section:` and below it `key: value`), or for one run on the command line:
-`ARGS="train.learning_rate=1e-4"`. Lists are written in brackets. `include: other.yaml` takes the settings of
+Every key of a config file (`make docs` writes this page from `sft_play/config/schema.py`). Set a key in the
+YAML file of the run (`section:` and below it `key: value`), or for one run on the command line:
+`ARGS="train.learning_rate=1e-4"`. Write lists in brackets. `include: other.yaml` takes the settings of
 another file, which this one overrides. Unknown keys are errors. Keys without a default are required.
 """
 NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}

@@ -57,31 +57,33 @@ GPUS = ("RTX 4090", "L40S", "A100 80GB", "H100 80GB", "H200")
 TOKENS = 100_000_000  # whose GPU-hours are in the table of the fewest GPUs
 FEWEST_HEAD = f"""{FEWEST}
 
-How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses,
-the predicted tokens per second of all of them, and the GPU-hours of {TOKENS // 10**6} million tokens. Both
-are n/a where the data sheets do not tell how fast the GPUs, or their machines, are linked. The effective
-batch is 16, or a row for each GPU if more are needed. A dash means that not even 512 are enough, since what
-a GPU gathers, a layer or the embedding and head, it holds whole; or that the method is refused: QLoRA of
-gpt-oss, nearly all of whose weights are fused experts, which stay in 16 bit.
+The fewest of 1, 2, 4 ... 512 GPUs, in machines of eight, with the engine that the plan chooses, the
+predicted tokens per second of all of them, and the GPU-hours of {TOKENS // 10**6} million tokens (n/a if the
+data sheets don't say how fast the GPUs or their machines are linked). The effective batch is 16, or one row
+for each GPU if more are needed. A dash means that not even 512 are enough, because each GPU holds whole what
+it gathers: a layer, or the embedding and head; or that the method is refused: nearly all weights of gpt-oss
+are fused experts, which QLoRA would leave in 16 bit.
 """
 HEAD = """# Cookbook: what fits, and how fast
 
-Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing
-was measured here: peaks and speeds are predicted, the speed from the GPU's data sheet and from matrix rates
-that others report of it, for rows of 2,048 tokens, which stay whole
-(`parallel.sequence_parallel_size=1`), an effective batch of 16 and the default [settings](config.md). Your
-rows are likely to be shorter. To see a plan with its reasons, and for your own data:
+All numbers are predicted, none measured: `make cookbook` writes this page from plans, and a test makes some
+of them again. Speeds come from the GPU's data sheet and from matrix rates that others report for it. Rows
+have 2,048 tokens and stay whole (`parallel.sequence_parallel_size=1`), the effective batch is 16, and
+[settings](config.md) are the defaults. Your rows are likely to be shorter. To see a plan with its reasons, or
+for your own data:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"
 make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
 ```
 
-Each cell has the sequences in a micro-batch, the predicted peak of tensors in GiB, and the predicted tokens
-per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
-that the data sheet has no speed for this type, a dash that no plan fits that holds the model on each GPU. The
-plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the table of
-the fewest GPUs.
+Each cell has the sequences in a micro-batch, the peak of tensors in GiB, and the tokens per second of all
+GPUs together.
+
+- A star: activations are recomputed (gradient checkpointing).
+- ZeRO-2: the plan chose it over DDP.
+- n/a: the data sheet has no speed for this type.
+- A dash: no plan fits that holds the model on each GPU. For FSDP2, see [the fewest GPUs](#the-fewest-gpus).
 """
 
 

@@ -51,22 +51,21 @@ PUBLISHED = (
 )
 HEAD = f"""{LONGEST}
 
-Written by `make cookbook WHAT=longest`, which takes minutes; predicted, as everything here. One row in a
-micro-batch, loss on every token, activations recomputed, an effective batch of 16 and the default
-[settings](config.md); rows are multiples of 1,024 tokens. Models are given as many positions as it takes
-(`model.rope_scaling`), so memory is the limit. Each cell has the tokens of the longest row, the engine on
-several GPUs, and the predicted tokens per second of all GPUs together at that length (n/a where the data
-sheets do not tell); after the semicolon the longest row with weights in RAM (`OFFLOAD=ram`), where that is
-longer; and what groups of GPUs reach that divide the tokens of each row (sequence parallelism). For your own
-model and GPU:
+Predicted by `make cookbook WHAT=longest`, which takes minutes, for one row in a micro-batch, loss on every
+token, activations recomputed, an effective batch of 16 and the default [settings](config.md). Rows are
+multiples of 1,024 tokens; models get as many positions as needed (`model.rope_scaling`), so memory is the
+limit. Each cell has the tokens of the longest row, the engine on several GPUs, and the tokens per second of
+all GPUs at that length (n/a if the data sheets don't say); then, if longer, the longest row with weights in
+RAM (`OFFLOAD=ram`), and with groups of GPUs that share each row (sequence parallelism). For your own model
+and GPU:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" CONTEXT=max
 ```
 """
 BESIDE = """
-What others have published, beside what fits here on the same model and GPUs. Their settings differ in more
-than what the column names: batches, kernels and libraries.
+What others have published, next to what fits here on the same model and GPUs. Their batches, kernels and
+libraries differ too.
 
 """
 

@@ -9,14 +9,6 @@ from typing import Any
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
 from sft_play.sizing.budget import CONTEXTS
 
-# The start of the names of the series that were measured on a GPU.
-GPUS = {
-    "Tesla T4": "t4_",
-    "RTX 4080": "rtx4080",
-    "L40S, after a step": "l40s",
-    "A100": "a100_fms",
-    "A100, the loss alone": "a100_loss",
-}
 RESERVED_AIM = 0.04
 # Steps of models that processes divide, and the results that hold them.
 DIVIDED = {
@@ -35,25 +27,15 @@ OTHER_RUNS = {
 }
 
 
-def published(start: str, kind: str) -> list[float]:
-    """The errors of one kind in all series whose names start like that."""
+def published(kind: str) -> list[float]:
+    """The errors of one kind in all published series."""
     tree = results("evidence")
-    rows = (row for name in tree if name.startswith(f"rows_{start}") for row in tree[name])
+    rows = (row for name in tree if name.startswith("rows_") for row in tree[name])
     return [row["errors"][kind] for row in rows if kind in row["errors"]]
 
 
-def memory_on_gpus() -> str:
-    """Errors of predictions for steps that others measured, by GPU."""
-    rows = []
-    for gpu, start in GPUS.items():
-        tensors = published(start, "allocated") or published(start, "after_step")
-        others = (published(start, kind) for kind in ("reserved", "process"))
-        rows.append([gpu, str(len(tensors)), *map(spread, (tensors, *others))])
-    return table(("measured by others", "rows", "allocated", "reserved", "process"), rows)
-
-
 def evidence() -> str:
-    """The same for each published series, beside the publisher's own predictor."""
+    """Errors of predictions for each published series, beside the publisher's own predictor."""
     tree = results("evidence")
     kinds = ("publisher_allocated", "reserved", "process", "publisher_process", "tokens_per_second")
     rows = []
@@ -161,19 +143,19 @@ def seconds_on_a_gpu() -> str:
     names = {"sft-play": "packed", "liger": "packed, Liger's kernels", "compiled": "packed, compiled"}
     rows = []
     for turn in tree["turns"]:
-        sheet = turn.get("data_sheet_step_seconds", ())
-        for tokens, measured, found in zip(
-            turn.get("step_tokens", ())[1:], turn["step_seconds"][1:], sheet, strict=len(sheet) > 0
-        ):
+        if sheet := turn.get("data_sheet_step_seconds", ()):
+            steps = zip(turn["step_tokens"][1:], turn["step_seconds"][1:], sheet, strict=True)
             what = f"{turn['course'].removesuffix(', packed')}, {names[turn['side']]}"
-            cells = [f"{tokens:,}", f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
-            rows.append([what, *cells])
+            rows.append([what, *map(" / ".join, zip(*(_seconds(*step) for step in steps), strict=True))])
     run = tree["run"]
     measured, found = run["measured_step_seconds"], run["data_sheet_step_seconds"]
-    mean = f"{run['tokens_per_second'] * measured:,.0f}"
-    cells = [mean, f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)]
-    rows.append(["LoRA 8B, the whole run, mean", *cells])
-    return table(("step", "tokens", "seconds measured", "predicted by the data sheet", "error"), rows)
+    mean = run["tokens_per_second"] * measured
+    rows.append(["LoRA 8B, the whole run, mean", *_seconds(mean, measured, found)])
+    return table(("steps", "tokens", "seconds measured", "predicted by the data sheet", "error"), rows)
+
+
+def _seconds(tokens: float, measured: float, found: float) -> tuple[str, ...]:
+    return f"{tokens:,.0f}", f"{measured:.3f}", f"{found:.3f}", signed(found / measured - 1, 1)
 
 
 def compiled_on_a_cpu() -> str:
@@ -242,15 +224,22 @@ def evidence_seconds() -> str:
     """Tokens per second of the published rows that say them, and errors of the clock, by kind of step."""
     tree = results("evidence")
     found = (row for name in tree if name.startswith("rows_") for row in tree[name])
-    kinds: dict[str, list[tuple[str, str, str]]] = {}
+    kinds: dict[str, list[tuple[str, dict[str, float]]]] = {}
     for row in found:
         if "tokens_per_second" in row:
             before, shape, after = re.split(r" (\d+x\d+)", row["name"])
-            speed = row["tokens_per_second"]
-            cells = (shape, f"{speed['measured']:,.0f}", signed(speed["error"], 1))
-            kinds.setdefault(before + after, []).append(cells)
-    rows = ([kind, *map(" / ".join, zip(*each, strict=True))] for kind, each in kinds.items())
+            kinds.setdefault(before + after, []).append((shape, row["tokens_per_second"]))
+    rows = []
+    for kind, each in kinds.items():
+        shapes = [shape for shape, _ in each]
+        measured, errors = (sorted(speed[key] for _, speed in each) for key in ("measured", "error"))
+        speeds, wrong = [f"{speed:,.0f}" for speed in measured], [signed(error, 1) for error in errors]
+        rows.append([kind, *map(_span, (shapes, speeds, wrong))])
     return table(("step", "rows x tokens", "measured tokens/s", "error of the prediction"), rows)
+
+
+def _span(texts: list[str]) -> str:
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 def evidence_overlap() -> str:
@@ -269,14 +258,14 @@ def evidence_overlap() -> str:
 
 def evidence_sharded() -> str:
     """Published steps that several GPUs divided, beside plans of such runs."""
-    rows = []
+    steps: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for found in results("sizing_published")["figures"]:
         if found["gpus"] > 1:
             values = (in_unit(found[name], found["unit"]) for name in ("published", "predicted"))
             step, kind = found["what"].rsplit(": ", 1)
-            rows.append(
-                [f"[{step}]({found['source']})", kind, *values, signed(found["error"], 1), found["note"]]
-            )
+            cells = (kind, *values, signed(found["error"], 1))
+            steps.setdefault((f"[{step}]({found['source']})", found["note"]), []).append(cells)
+    rows = ([step, *map("<br>".join, zip(*each, strict=True)), note] for (step, note), each in steps.items())
     return table(("step", "", "published", "planned here", "difference", "how theirs differs"), rows)
 
 

@@ -22,7 +22,6 @@ from scripts.docs.memory_tables import (
     evidence_sharded,
     gpu_proofs,
     memory_on_a_cpu,
-    memory_on_gpus,
     other_random_runs,
     outside_on_a_gpu,
     published,
@@ -296,7 +295,7 @@ def _speed() -> str:
 
 
 def _memory() -> str:
-    errors, random = list(map(abs, published("", "allocated"))), results("random")
+    errors, random = list(map(abs, published("allocated"))), results("random")
     uneven, held_out = random["errors"]["all"], results("random_heldout")["errors"]["all"]
     all_drawn = [row["number"] for row in random["rows"]] == list(range(len(random["rows"])))
     sample = "settings drawn at random" if all_drawn else "random settings, some of them picked,"
@@ -331,9 +330,14 @@ def spellings() -> str:
     rows = [
         (f"`make {target}`", f"`sft-play {words}`") for target, words in TARGETS.items() if target != words
     ]
-    flags = [(f"`{name}=`", f"`{flag}`") for name, flag in {**FLAGS, **SWITCHES}.items()]
+    renamed = ((name, flag) for name, flag in {**FLAGS, **SWITCHES}.items() if flag != f"--{_kebab(name)}")
+    flags = [(f"`{name}=`", f"`{flag}`") for name, flag in renamed]
     rows += flags + [(f"`{name}=`", f"`{form.format('...')}`") for name, form in OVERRIDES.items()]
     return table(("with make", "without"), rows)
+
+
+def _kebab(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 TABLES = {
@@ -342,7 +346,6 @@ TABLES = {
     "start-up": start_up,
     "planner": planner,
     "plan-time": plan_time,
-    "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
     "several-processes": several_processes,

@@ -78,7 +78,10 @@ def metric_values(columns: Models) -> list[tuple[str, Format, list[Any]]]:
 
 def metric_table(columns: Models, name: str = "metric", caption: str = "") -> Table:
     """The metrics of the columns, and their values; `name` is the head of the metrics."""
-    rows = [(label, *(formatted(v, form) for v in values)) for label, form, values in metric_values(columns)]
+    rows = [
+        (label, *(MISSING if value is None else form(value) for value in values))
+        for label, form, values in metric_values(columns)
+    ]
     return Table((name, *columns), rows, caption)
 
 

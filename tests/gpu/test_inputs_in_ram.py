@@ -7,8 +7,9 @@ import torch
 
 from sft_play.model.inputs_in_ram import InputsInRam
 
-LAYERS, ROWS, WIDTH = 6, 4096, 512
-INPUT = ROWS * WIDTH * 4  # bytes in fp32
+LAYERS, WIDTH = 6, 512
+ROWS = {"cuda": 4096, "cpu": 256}  # where nothing is copied, fewer show the same
+INPUT = ROWS["cuda"] * WIDTH * 4  # bytes in fp32
 
 
 def gradients(device, offload):
@@ -17,7 +18,7 @@ def gradients(device, offload):
     layers = [torch.nn.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)]
     copier, held = InputsInRam(), []
     for _ in range(5):
-        hidden = torch.randn(ROWS, WIDTH).to(device).requires_grad_()
+        hidden = torch.randn(ROWS[device.type], WIDTH).to(device).requires_grad_()
 
         def call(hidden, layer):
             def compute(values):

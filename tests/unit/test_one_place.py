@@ -1,4 +1,4 @@
-"""A thing lives in one place: which files of the package name it. docs/concepts/adding.md has the recipes."""
+"""A thing lives in one place: which files of the package name it. docs/guides/adding.md has the recipes."""
 
 import ast
 import re

@@ -227,6 +227,8 @@ def test_another_model_can_be_planned_with_a_config_and_overrides():
     found = tree["plan"]
     assert (found["max_seq_len"], found["effective_batch_size"], found["world_size"]) == (128, 8, 2)
     assert any("org/Tiny-1" in reason for reason in tree["why"])
+    typed = " ".join(["model.name=org/Tiny-1", *overrides])
+    assert tree["command"] == f'make train-distributed NGPU=2 CONFIG={config} ARGS="{typed}"'
 
 
 @pytest.mark.thorough
@@ -269,16 +271,6 @@ def test_the_plan_of_a_model_and_several_sources_says_what_to_type_too(tmp_path)
     typed = load_config(REPOSITORY / settings["CONFIG"], shlex.split(settings["ARGS"])).config
     assert typed.model.name == "org/Tiny-1" and typed.data.train_path is None
     assert [source.path for source in typed.data.sources] == [str(rows)]
-
-
-@pytest.mark.thorough
-def test_the_plan_of_a_config_is_trained_with_what_was_typed():
-    config = str(REPOSITORY / "configs" / "run_distributed.yaml")
-    tree, _ = plan(
-        "--config", config, "--model", "tiny-1", "--gpu", "L4", "--gpus", "2", "model.max_seq_len=128"
-    )
-    overrides = "model.name=org/Tiny-1 model.max_seq_len=128"
-    assert tree["command"] == f'make train-distributed NGPU=2 CONFIG={config} ARGS="{overrides}"'
 
 
 def test_the_config_of_a_gated_model_needs_neither_network_nor_access(monkeypatch):

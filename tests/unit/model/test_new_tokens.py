@@ -202,7 +202,8 @@ def test_whole_embedding_and_head_stay_tied_if_they_were(models, tmp_path, tied,
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_whole_is_refused(models, settings, new_ids, found):
+def test_what_cannot_be_trained_whole_is_refused(models, monkeypatch, settings, new_ids, found):
+    monkeypatch.setattr("sft_play.data.limits.ROW_SECONDS", 0.2)  # of the 5 that the message names
     with pytest.raises(ConfigError, match=found):
         attach_adapter(load(models()), LoraSettings(r=2, **settings), new_ids=new_ids)
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -44,10 +45,22 @@ def gradients(name, spec, how=KEPT):
     return {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
 
 
+PADDED, JOINED = PaddedRows(2, 48), JoinedRows(96)
+# Each two of model, mode and batch come together in one.
+PAIRS = [
+    ("llama", "lora", PADDED), ("qwen3_moe", "full", PADDED), ("gemma3_text", "lora", PADDED),
+    ("llama", "full", JOINED), ("qwen3_moe", "lora", JOINED), ("gemma3_text", "full", JOINED),
+]  # fmt: skip
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
-@pytest.mark.parametrize("batch", [PaddedRows(2, 48), JoinedRows(96)])
+@pytest.mark.parametrize(
+    ("name", "mode", "batch"),
+    [
+        case if case in PAIRS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(("llama", "gemma3_text", "qwen3_moe"), ("full", "lora"), (PADDED, JOINED))
+    ],
+)
 def test_no_gradient_depends_on_what_is_recomputed(name, mode, batch):
     spec = StepSpec(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4))
     expected = gradients(name, spec)

@@ -53,16 +53,11 @@ def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
     found = advise(asked)
     assert {"train.gradient_checkpointing": "auto"} in [change.settings for change in found]
     assert {"train.batch_size": "auto"} in [change.settings for change in found]
+    assert all("train.optimizer" not in change.settings for change in found)  # which saves too little
     for change in found:
         if change.plan.sharing.world_size == asked.processes:
             again = fastest_plan(asked.changed(change.settings), explain=False)
             assert again == change.plan and change.plan.memory.fits
-
-
-@pytest.mark.thorough
-def test_what_saves_too_little_is_not_offered():
-    offered = advise(request(1.0, batch_size=16, gradient_checkpointing=False))
-    assert all("train.optimizer" not in change.settings for change in offered)
 
 
 def test_rows_that_are_too_long_are_left_out_or_cut():

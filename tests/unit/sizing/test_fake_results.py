@@ -29,9 +29,14 @@ CASES = {
 
 
 DAILY = ("joined", "divided", "cpu")
+RARE = ("recomputed-in-4-bits",)  # of what "divided" and "divided-in-ram" have
 
 
-@pytest.fixture(params=[pytest.param(n, marks=() if n in DAILY else pytest.mark.thorough) for n in CASES])
+def mark_of(name: str) -> pytest.MarkDecorator | tuple[()]:
+    return () if name in DAILY else pytest.mark.slow if name in RARE else pytest.mark.thorough
+
+
+@pytest.fixture(params=[pytest.param(name, marks=mark_of(name)) for name in CASES])
 def traced(request):
     """`traced()`: the trace of a case."""
     name, changes = CASES[request.param]
