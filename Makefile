@@ -294,6 +294,10 @@ report: $(READY) ## Write a run as an HTML page: RUN=name (default: latest)
 compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
 	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force )$(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
 
+.PHONY: runs
+runs: $(READY) ## List runs with status, steps, score and note
+	$(SFT) runs --runs $(call quote,$(RUNS))
+
 .PHONY: export
 export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir
 	$(SFT) export $(call flag,--format,$(FORMAT)) $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(OF_RUN)

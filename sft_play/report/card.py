@@ -86,6 +86,7 @@ def model_card(
         _metadata(config, is_adapter),
         f"# {config.output.name}",
         f"{'A LoRA adapter merged into' if merged else what} {on_hub}, trained on {data} with SFT-Play.",
+        *([config.output.note] if config.output.note else []),
         *(f"## {title}\n\n{text}" for title, text in sections.items() if text),
     ]
     return "\n\n".join(blocks) + "\n"

@@ -62,11 +62,16 @@ def run_heading(run: RunRecord) -> Page:
     """The page of a run without its sections."""
     numbers = [number for number in key_numbers(run) if number.name.startswith(TILES)]
     tiles = [(number.name, number.text) for number in numbers if number.text != MISSING]
-    return Page(run.name, _subtitle(run), [], tiles, status_line(run), facts(run))
+    if not any(name.startswith("loss,") for name, _ in tiles):  # they come at the end of a run
+        latest = (("training loss", run.latest("train/loss")), ("held-out loss", run.latest("eval/loss")))
+        tiles[1:1] = [(name, f"{value:.4f}") for name, value in latest if value is not None]
+    return Page(
+        run.name, _subtitle(run), [], tiles, status_line(run), share=share_done(run), facts=facts(run)
+    )
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """When, where and with what the run was started, and what to type next; without what is not known."""
+    """The note, when, where and with what the run was started, and what to type next; what is known of it."""
     name = shlex.quote(run.name)
     ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
     target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
@@ -74,6 +79,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
     found: list[tuple[str, object]] = [
+        ("note", run.value("output.note") or None),
         ("started", run.environment.get("started")),
         ("machine", machine),
         ("commit", run.environment.get("commit")),
@@ -129,6 +135,12 @@ def progress_line(run: RunRecord) -> str:
     if left is None:
         return said
     return f"{said}, about {format_duration(left) if left >= 60 else f'{left:.0f} s'} left"
+
+
+def share_done(run: RunRecord) -> float | None:
+    """The share of its steps that a run that is running has done; None if it is unknown, or not running."""
+    known = run.activity == "running" and run.total_steps
+    return min(1.0, run.last_step / known) if known else None
 
 
 def _reason(run: RunRecord) -> str:
