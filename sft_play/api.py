@@ -99,7 +99,7 @@ def train(
         settings: settings to override, by dotted name.
         processes: of this machine; 0 for one on each visible GPU.
         engine: how several processes share the work; by default parallel.engine.
-        resume: goes on from the latest checkpoint.
+        resume: continues from the latest checkpoint.
         callbacks: objects of transformers.TrainerCallback, for a run of one process. They see the steps of
             the run, not those of the probe before it.
         progress: a function that is called with each record of metrics.jsonl as it is written, such as
