@@ -14,6 +14,7 @@ from sft_play.commands import (  # noqa: F401 - they declare the commands
     first_handlers,
     handlers,
     machine_handlers,
+    run_handlers,
 )
 from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -153,7 +154,7 @@ def held_since(run: RunDir) -> float | None:
 
 
 def set_aside_earlier_run(run: RunDir) -> Path | None:
-    """Moves the results of an earlier run of the same name to `<name>.<time it ended>`; None without results.
+    """Moves the results of an earlier run of the same name to `<name>.<its start>`; None without results.
 
     Files that this process and its launcher have open stay: the lock, launcher files, and the logs, whose
     content is copied.
@@ -163,11 +164,15 @@ def set_aside_earlier_run(run: RunDir) -> Path | None:
     earlier = [path for path in run.path.iterdir() if path not in stay and not path.name.startswith(".")]
     if not (run.summary.exists() or run.metrics.exists() or any(run.checkpoints.glob("*"))):
         return None
-    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(path.stat().st_mtime for path in earlier)))
-    target, count = run.path.with_name(f"{run.path.name}.{ended}"), 1
+    started = str(read_json(run.environment).get("started"))  # as the list of runs says
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", started):  # of a version that did not write it: the end
+        latest = max(path.stat().st_mtime for path in earlier)
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest))
+    name, count = f"{run.path.name}.{re.sub('[-:]', '', started).replace(' ', '-')}", 1
+    target = run.path.with_name(name)
     while target.exists():
         count += 1
-        target = run.path.with_name(f"{run.path.name}.{ended}-{count}")
+        target = run.path.with_name(f"{name}-{count}")
     target.mkdir()
     for path in earlier:
         path.rename(target / path.name)

@@ -51,7 +51,7 @@ GROUPS = {  # of the commands in `sft-play --help`
     "Data": ("prepare", "process", "style", "render", "dapt-docx"),
     "Training": ("probe", "train", "slurm", "tensorboard", "studio"),
     "After training": (
-        "eval", "eval-lm", "infer", "merge", "merge-test", "export", "push", "report", "compare",
+        "eval", "eval-lm", "infer", "merge", "merge-test", "export", "push", "report", "compare", "runs",
     ),
     "This machine": (
         "gpu-info", "memory-check", "device-profile", "setup-accelerate", "config-schema", "clean-cache",

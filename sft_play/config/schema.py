@@ -156,6 +156,8 @@ class OutputConfig(Section):
     """Name of the run; its directory is <dir>/<name>."""
     dir: PathText = "runs"
     """Parent folder of all runs."""
+    note: Annotated[str, Field(max_length=500)] = ""
+    """What to remember about the run. The list of runs, its report and the model card show it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights of a whole model, after full fine-tuning or merging. auto: that of the base's
     own files. After full fine-tuning, weights that overflow float16 are saved in float32. Adapters and

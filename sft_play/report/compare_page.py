@@ -12,8 +12,15 @@ from sft_play.report.html import Block, Figures, Page, Section, Text
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import KeyNumber, key_numbers
 from sft_play.report.table import Table
-from sft_play.report.tables import MISSING, SPEED_UP
+from sft_play.report.tables import METRICS, MISSING, SPEED_UP
+from sft_play.units import counted
 
+# Beginnings of the names of key numbers of which less, or more, is better.
+LESS = ("training loss", "loss, after", "perplexity, after", "peak memory", "step, ", "training time")
+MORE = (
+    "tokens/s",
+    *(f"{label}, after" for key, (label, _) in METRICS.items() if key not in ("loss", "perplexity")),
+)
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
 
 
@@ -24,7 +31,7 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
     no_curves = Text(["No run has recorded a step."])
     sections = [
         Section("curves", "Curves", [Figures(figures) if figures else no_curves]),
-        Section("numbers", "Key numbers", [_numbers(runs)]),
+        Section("numbers", "Key numbers", _numbers(runs)),
         Section("settings", "Different settings", [_differences(runs)]),
     ]
     if scaling := _scaling(runs):
@@ -32,8 +39,8 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
     return Page(", ".join(names), f"{len(runs)} runs of SFT-Play compared", sections)
 
 
-def _numbers(runs: Sequence[RunRecord]) -> Table:
-    """The key numbers, and of each run after the first one how much they differ from its."""
+def _numbers(runs: Sequence[RunRecord]) -> list[Block]:
+    """The key numbers, and of each run after the first how they differ from its; the same ones are folded."""
     columns = [{entry.name: entry for entry in key_numbers(run)} for run in runs]
     head = ["", runs[0].name]
     for run in runs[1:]:
@@ -42,14 +49,27 @@ def _numbers(runs: Sequence[RunRecord]) -> Table:
     for column in columns:
         for place, name in enumerate(column):
             places[name] = max(place, places.get(name, 0))
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    same: list[tuple[str, ...]] = []
     for name in sorted(places, key=places.__getitem__):
         found = [column.get(name, KeyNumber(name, MISSING)) for column in columns]
         cells = [found[0].text]
         for entry in found[1:]:
-            cells += [entry.text, _difference(found[0], entry)]
-        rows.append((name, *cells))
-    return Table(head, rows, "Key numbers of each run")
+            cells += [entry.text, _judged(found[0], entry)]
+        texts = {entry.text for entry in found}
+        (rows if len(texts) > 1 else same).append((name, *cells) if len(texts) > 1 else (name, *texts))
+    blocks: list[Block] = [Table(head, rows, "Key numbers that differ", cards=True)] if rows else []
+    said = f"{counted(len(same), 'key number')} that are the same in all runs"
+    return blocks + ([Table(("", "all runs"), same, said, folded=True)] if same else [])
+
+
+def _judged(first: KeyNumber, other: KeyNumber) -> str:
+    """How a key number differs, and whether that is better, where one can say so."""
+    said = _difference(first, other)
+    if said in ("", "same") or not first.name.startswith(LESS + MORE):
+        return said
+    less = (other.value or 0) < (first.value or 0)
+    return f"{said}, {'better' if less == first.name.startswith(LESS) else 'worse'}"
 
 
 def _difference(first: KeyNumber, other: KeyNumber) -> str:
@@ -79,7 +99,7 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
     if not rows:
         return Text(["All settings are the same."])
     head = ("setting", *(run.name for run in runs))
-    return Table(head, rows, "Settings that are not the same in all runs", left=range(len(head)))
+    return Table(head, rows, "Settings that differ", left=range(len(head)))
 
 
 def _scaling(runs: Sequence[RunRecord]) -> list[Block]:

@@ -39,15 +39,40 @@ def curve_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     if len(runs) == 1:
         losses = [line(runs[0], curve.key, colour, curve.title) for colour, curve in enumerate(LOSSES)]
         legend = [Legend(curve.title, colour) for colour, curve in enumerate(LOSSES)]
-        figures = [_figure(replace(LOSSES[0], key="", title="Loss"), losses, legend, ends=True)]
-        figures += [_figure(curve, [line(runs[0], curve.key)]) for curve in CURVES]
+        end = runs[0].total_steps
+        figures = [_figure(replace(LOSSES[0], key="", title="Loss"), losses, legend, ends=True, end=end)]
+        figures += [_figure(curve, [line(runs[0], curve.key)], end=end) for curve in CURVES]
     else:
-        legend = [Legend(run.name, colour) for colour, run in enumerate(runs)]
+        legend = [Legend(run.name, colour, dashed=colour % 2 == 1) for colour, run in enumerate(runs)]
         figures = []
         for curve in (*LOSSES, *CURVES):
-            lines = [line(run, curve.key, colour, run.name) for colour, run in enumerate(runs)]
+            lines = _told_apart([line(run, curve.key, colour, run.name) for colour, run in enumerate(runs)])
             figures.append(_figure(curve, lines, legend))
+            figures += [_difference(curve, lines, legend)] if curve in LOSSES else []
     return [figure for figure in figures if figure]
+
+
+def _told_apart(lines: Sequence[Line]) -> list[Line]:
+    """The lines so that each is seen where others lie on it: thin over thick ones, every other dashed."""
+    most = max(1, len(lines) - 1)
+    return [
+        replace(line, width=1.2 + 2.6 * (most - index) / most, dashed=index % 2 == 1)
+        for index, line in enumerate(lines)
+    ]
+
+
+def _difference(curve: Curve, lines: Sequence[Line], legend: Sequence[Legend]) -> Figure | None:
+    """By how much a loss is above that of the first run, at the steps that both have; None without any."""
+    base = dict(zip(lines[0].steps, lines[0].values, strict=True))
+    others = []
+    for line in lines[1:]:
+        pairs = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if step in base]
+        steps, values = [step for step, _ in pairs], [value - base[step] for step, value in pairs]
+        others.append(replace(line, steps=steps, values=values))
+    title = f"{curve.title}, difference from {lines[0].name}"
+    known = [*legend[1:], Legend(lines[0].name, level=True)]
+    figure = _figure(replace(curve, key="", title=title), others, known, level=0.0)
+    return figure and replace(figure, caption="; ".join(filter(None, ("Below 0 is better", figure.caption))))
 
 
 def step_figure(run: RunRecord, expected: float | None, origin: str | None) -> Figure | None:
@@ -55,7 +80,7 @@ def step_figure(run: RunRecord, expected: float | None, origin: str | None) -> F
     legend = [Legend("measured", 0)]
     if expected:
         legend.append(Legend(f"{said_of(origin)}: {format_duration(expected)}", level=True))
-    return _figure(STEP, [line(run, STEP.key)], legend, level=expected)
+    return _figure(STEP, [line(run, STEP.key)], legend, level=expected, end=run.total_steps)
 
 
 def line(run: RunRecord, key: str, colour: int = 0, name: str = "") -> Line:
@@ -76,6 +101,7 @@ def _figure(
     *,
     level: float | None = None,
     ends: bool = False,
+    end: int | None = None,
 ) -> Figure | None:
     """The figure of the lines that have points; None if none has. With `ends`, it says their last values."""
     kept = [line for line in lines if line.steps]
@@ -94,6 +120,7 @@ def _figure(
         number=curve.number,
         level=level,
         from_zero=curve.from_zero,
+        end=end,
     )
     caption = "; ".join(notes)
     return Figure(curve.title, svg, capitalized(caption), legend)

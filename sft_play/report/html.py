@@ -34,6 +34,7 @@ class Legend:
     name: str
     colour: int | None = None  # of a series; None for what was measured
     level: bool = False  # the dashed line of a level
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Page:
     sections: Sequence[Section]
     tiles: Sequence[tuple[str, str]] = ()  # name and value of the key numbers
     status: str = ""
+    share: float | None = None  # of the work that is done, as a bar
     facts: Sequence[tuple[str, str]] = ()  # name and value of what is said of it beside the status
 
 

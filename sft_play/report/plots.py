@@ -47,6 +47,8 @@ class Line:
     colour: int = 0  # below COLOURS
     markers: bool = False
     name: str = ""
+    width: float = 1.6  # points
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,20 @@ def curves(
     number: Callable[[float], str] = "{:g}".format,
     level: float | None = None,
     from_zero: bool = False,
+    end: int | None = None,
 ) -> str:
     """Lines over optimizer steps; `title` is for screen readers, `level` is drawn as a dashed line.
 
-    The axis is logarithmic where values span decades, unless it is to begin at zero.
+    The axis is logarithmic where values span decades, unless it is to begin at zero. That of the steps
+    goes to `end`, so that the curves of a run grow within it.
     """
 
     def draw(axes: Axes) -> list[Hint]:
         for line in lines:
-            marker = "o" if line.markers or len(line.steps) == 1 else None
-            axes.plot(line.steps, line.values, color=colour_of(line.colour), marker=marker, markersize=4)
+            marker = "o" if line.markers or len(line.steps) == 1 else ""
+            dashes: Any = (0, (4, 1.5)) if line.dashed else "-"
+            (drawn,) = axes.plot(line.steps, line.values, color=colour_of(line.colour), linestyle=dashes)
+            drawn.set(linewidth=line.width, marker=marker, markersize=4)
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
         if from_zero:
@@ -103,6 +109,8 @@ def curves(
             axes.yaxis.set_minor_locator(NullLocator())
         locator = LogLocator(numticks=6) if axes.get_yscale() == "log" else MaxNLocator(5, steps=NICE)
         axes.yaxis.set_major_locator(locator)
+        if end and end >= max(step for line in lines for step in line.steps):
+            axes.set_xlim(-0.03 * end, 1.03 * end)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=NICE, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))

@@ -60,11 +60,16 @@ def run_heading(run: RunRecord) -> Page:
     """The page of a run without its sections."""
     numbers = [number for number in key_numbers(run) if number.name.startswith(TILES)]
     tiles = [(number.name, number.text) for number in numbers if number.text != MISSING]
-    return Page(run.name, _subtitle(run), [], tiles, status_line(run), facts(run))
+    if not any(name.startswith("loss,") for name, _ in tiles):  # they come at the end of a run
+        latest = (("training loss", run.latest("train/loss")), ("held-out loss", run.latest("eval/loss")))
+        tiles[1:1] = [(name, f"{value:.4f}") for name, value in latest if value is not None]
+    return Page(
+        run.name, _subtitle(run), [], tiles, status_line(run), share=share_done(run), facts=facts(run)
+    )
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """When, where and with what the run was started, and what to type next; without what is not known."""
+    """The note, when, where and with what the run was started, and what to type next; what is known of it."""
     name = shlex.quote(run.name)
     ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
     target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
@@ -72,6 +77,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
     found: list[tuple[str, object]] = [
+        ("note", run.value("output.note") or None),
         ("started", run.environment.get("started")),
         ("machine", machine),
         ("commit", run.environment.get("commit")),
@@ -99,25 +105,25 @@ def status_line(run: RunRecord) -> str:
     damaged = f" Damaged and omitted: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
     if run.activity == "starting":
-        earlier = " What is shown is of an earlier run of this name." if run.plan else ""
+        earlier = " Shown below: an earlier run of this name." if run.plan else ""
         return f"Starting: data, plan and probe come before the first step.{earlier}{damaged}"
     if run.activity == "running":
         return f"Running: {progress_line(run)}.{damaged}"
     if run.activity == "ending":
-        return f"Ending: the steps are done, and what comes after them is not.{damaged}"
+        return f"Finishing: the steps are done, what follows them is not.{damaged}"
     if status == "failed" and run.summary.get("trained"):
-        return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"
+        return f"Trained, but a later stage failed: {_reason(run)}{damaged}"
     if status == "interrupted" and run.summary.get("trained"):
         return f"Trained, but interrupted before its command was done.{damaged}"
     if status == "done":
         return f"Done.{damaged}"
     if status == "failed":
-        return f"Failed: {_reason(run)} {steps}; log.txt says more.{damaged}"
+        return f"Failed: {_reason(run)} {steps}; see log.txt.{damaged}"
     if status == "interrupted":
         return (
             f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
         )
-    return f"Not finished: no process of this machine has it (log.txt says more); {steps}.{damaged}"
+    return f"Not finished: no process on this machine is running it (see log.txt); {steps}.{damaged}"
 
 
 def progress_line(run: RunRecord) -> str:
@@ -127,6 +133,12 @@ def progress_line(run: RunRecord) -> str:
     if left is None:
         return said
     return f"{said}, about {format_duration(left) if left >= 60 else f'{left:.0f} s'} left"
+
+
+def share_done(run: RunRecord) -> float | None:
+    """The share of its steps that a run that is running has done; None if it is unknown, or not running."""
+    known = run.activity == "running" and run.total_steps
+    return min(1.0, run.last_step / known) if known else None
 
 
 def _reason(run: RunRecord) -> str:

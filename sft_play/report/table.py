@@ -22,6 +22,7 @@ class Table:
     left: Collection[int] = (0,)  # columns of text; those of numbers are aligned on the right
     bold: Collection[int] = ()  # rows that stand out
     folded: bool = False  # whether a page shows it after a click
+    cards: bool = False  # whether each row is a card on a narrow page, as with many columns it always is
     # Name of a column -> what it is called on a screen, which has less room; None: it is left out there.
     short: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -43,7 +44,7 @@ def on_screen(
     for index in shown:
         name = table.head[index]
         side = "left" if index in table.left else "right"
-        screen.add_column(table.short.get(name, name), justify=side, no_wrap=bool(bars))  # type: ignore[arg-type]
+        screen.add_column(table.short.get(name, name), justify=side, overflow="fold", no_wrap=bool(bars))  # type: ignore[arg-type]
         if index in bars:
             screen.add_column("")  # which gives way
     for number, row in enumerate(table.rows):

@@ -20,7 +20,7 @@ from sft_play.report.html import Page, render
 from sft_play.report.plots import COLOURS
 from sft_play.report.run_page import run_page
 from sft_play.report.runs_page import TEMPLATE as RUNS
-from sft_play.report.runs_page import runs_page
+from sft_play.report.runs_page import heads, runs_page, selected
 from sft_play.studio.explorer import explore
 from sft_play.studio.folder import Recent, RunsFolder, Version, planned
 from sft_play.studio.planner import Planner
@@ -104,9 +104,14 @@ class Studio:
             return _failed(InternalServerError("this is a bug in SFT-Play; please report what was printed"))
 
     def _list(self, request: Request) -> Response:
-        rows = self._folder.rows()
-        page = runs_page([row for row, _ in rows], str(self._folder.path))
-        return _html(render(page, RUNS, seconds=UPDATED_S, here="/", rows=rows))
+        found = self._folder.rows()
+        rows = [row for row, _ in found]
+        find, sort = (request.args.get(name, "") for name in ("find", "sort"))
+        shown = selected(rows, find, sort)
+        page = runs_page(rows, str(self._folder.path), len(shown))
+        columns = heads(rows[0], find, sort) if rows else []
+        parts = {"rows": [found[index][1] for index in shown], "heads": columns, "find": find, "sort": sort}
+        return _html(render(page, RUNS, seconds=UPDATED_S, here="/", **parts))
 
     def _run(self, request: Request, name: str) -> Response:
         version = self._version(name)

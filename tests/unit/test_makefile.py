@@ -32,7 +32,7 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-fsdp", "train-fsdp-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop", "studio",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-changed", "test-gpu", "test-cluster", "test-faults",
+    "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "runs", "export", "push", "test", "test-changed", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-context", "bench-random", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-cache", "clean-all",
 ]  # fmt: skip
@@ -226,6 +226,7 @@ def test_a_new_lock_installs_again(ready):
         ("tb-stop", {}, "tensorboard --runs 'runs' --stop"),
         ("studio", {"RUNS": "my runs"}, "studio --runs 'my runs'"),
         ("report", {}, "report --runs 'runs'"),
+        ("runs", {"RUNS": "my runs"}, "runs --runs 'my runs'"),
         ("report", {"RUN": "a", "RUNS": "my runs"}, "report --runs 'my runs' 'a'"),
         ("compare", {"RUNS": "a b", "OUT": "c.html"}, "compare --output 'c.html' 'a' 'b'"),
     ],

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,12 +48,16 @@ def test_an_earlier_run_is_moved_aside_and_nothing_of_it_is_lost(tmp_path):
     (run.checkpoints / "weights").write_text("x")
     run.log.write_text("old log")
     aside = set_aside_earlier_run(run)
-    assert aside.name.startswith("one.")
+    assert re.fullmatch(r"one\.\d{8}-\d{4}", aside.name)
     assert read_json(aside / "summary.json") == {"status": "done"}
     assert (aside / "checkpoints" / "weights").read_text() == "x" and (
         aside / "log.txt"
     ).read_text() == "old log"
     assert not run.checkpoints.exists() and not run.summary.exists()
+    for name in ("one.20261120-1030", "one.20261120-1030-2"):  # as the list says when it started
+        update_summary(run, status="done")
+        run.write_json(run.environment, {"started": "2026-11-20 10:30"})
+        assert set_aside_earlier_run(run).name == name
 
 
 @pytest.mark.parametrize("kind", ["link", "device", "pipe", "folder", "huge"])

@@ -10,7 +10,7 @@ from rich.console import Console
 from sft_play.commands.compare import compare_command
 from sft_play.commands.report import write_report
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.report.compare_page import _difference, compare_table
+from sft_play.report.compare_page import _difference, _judged, compare_table
 from sft_play.report.run_page import KeyNumber
 from sft_play.ui.screen import Screen
 from tests.unit.report.test_run_page import section
@@ -34,6 +34,32 @@ def test_equal_runs_say_so(tmp_path):
     finished(tmp_path / "one")
     finished(tmp_path / "two")
     assert "All settings are the same." in compared(tmp_path, "one", "two")
+
+
+def test_key_numbers_that_are_the_same_are_folded(tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two", world_size=2)
+    shown, _, folded = section(compared(tmp_path, "one", "two"), "numbers").partition("that are the same")
+    assert "tokens/s 1,000 2,000 +100.0%, better" in shown and "training loss" not in shown
+    assert "training loss 0.5000" in folded and "tokens/s" not in folded
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "other", "said"),
+    [
+        ("loss, after", 2.0, 1.0, "-50.0%, better"),
+        ("step, measured", 2.0, 3.0, "+50.0%, worse"),
+        ("tokens/s", 2.0, 1.0, "-50.0%, worse"),
+        ("exact match, after", 2.0, 3.0, "+50.0%, better"),
+        ("loss, before", 2.0, 1.0, "-50.0%"),
+        ("effective batch", 2.0, 1.0, "-50.0%"),
+        ("tokens/s", 2.0, 2.0, "same"),
+        ("tokens/s", 2.0, None, ""),
+    ],
+)
+def test_a_difference_says_whether_it_is_better(name, first, other, said):
+    numbers = (KeyNumber(name, str(value), value) for value in (first, other))
+    assert _judged(*numbers) == said
 
 
 def test_other_data_behind_the_same_name_is_a_difference(tmp_path):
@@ -164,7 +190,7 @@ def test_two_runs_have_a_column_of_differences_and_curves_come_first(tmp_path):
     assert page.index('id="curves"') < page.index('id="numbers"') < page.index('id="settings"')
     text = section(page, "numbers")
     assert "one two difference" in text and "tokens/s 1,000 2,000 +100.0%" in text
-    assert "steps 20 20 same" in text
+    assert "steps 20" in text.partition("that are the same in all runs")[2]
 
 
 @pytest.mark.parametrize(
@@ -201,4 +227,4 @@ def test_more_runs_are_each_compared_with_the_first(tmp_path):
         finished(tmp_path / name, world_size=world)
     text = section(compared(tmp_path, "one", "two", "four"), "numbers")
     assert "two difference from one four difference from one" in text
-    assert "tokens/s 1,000 2,000 +100.0% 4,000 +300.0%" in text
+    assert "tokens/s 1,000 2,000 +100.0%, better 4,000 +300.0%, better" in text

@@ -45,10 +45,42 @@ def test_a_plot_is_the_same_text_whenever_it_is_drawn():
 def test_every_run_is_a_line_of_each_plot_with_its_name_in_the_legend():
     metrics = [{"step": step, "train/loss": 1.0, "train/grad_norm": 2.0} for step in (1, 2)]
     figures = curve_figures([RunRecord(name, metrics=metrics) for name in ("one", "two", "three")])
-    assert [figure.title for figure in figures] == ["Training loss", "Gradient norm, before clipping"]
-    for figure in figures:
+    loss, difference, norm = figures
+    assert (loss.title, norm.title) == ("Training loss", "Gradient norm, before clipping")
+    assert difference.title == "Training loss, difference from one"
+    assert [entry.name for entry in difference.legend] == ["two", "three", "one"]
+    assert difference.caption == "Below 0 is better"
+    for figure in (loss, norm):
         assert [entry.name for entry in figure.legend] == ["one", "two", "three"]
         assert {"var(--c1)", "var(--c2)", "var(--c3)"} == set(re.findall(r"var\(--c\d\)", figure.svg))
+
+
+def test_curves_that_lie_on_each_other_are_told_apart_by_width_and_dashes():
+    metrics = [{"step": step, "train/loss": 1.0} for step in (1, 2)]
+    figure = curve_figures([RunRecord(name, metrics=metrics) for name in ("one", "two", "three")])[0]
+    lines = [style for style in re.findall(r'style="(fill: none[^"]*)"', figure.svg) if "var(--c" in style]
+    widths = [float(re.search(r"stroke-width: ([\d.]+)", style)[1]) for style in lines]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
+    assert ["dasharray" in style for style in lines] == [False, True, False]
+    assert [entry.dashed for entry in figure.legend] == [False, True, False]
+
+
+def test_the_difference_of_losses_is_that_at_the_steps_that_both_runs_have():
+    one, two = (
+        RunRecord(name, metrics=[{"step": step, "eval/loss": loss} for step, loss in points])
+        for name, points in (
+            ("one", [(0, 3.0), (10, 2.0), (30, 1.0)]),
+            ("two", [(0, 3.0), (10, 1.5), (20, 1.0)]),
+        )
+    )
+    hints = re.findall(r"<title>([^<]*)</title>", curve_figures([one, two])[1].svg)
+    assert hints == ["step 0\ntwo 0", "step 10\ntwo -0.5"]
+
+
+def test_the_axis_of_a_run_that_goes_on_reaches_to_its_last_step():
+    short = curves("Loss", [Line([1, 2], [3.0, 4.0])], end=500)
+    assert {"0", "500"} <= set(texts(short))
+    assert "500" not in texts(curves("Loss", [Line([1, 600], [3.0, 4.0])], end=500))  # it went on for longer
 
 
 def test_a_curve_of_one_point_shows_it():

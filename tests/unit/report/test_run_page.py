@@ -77,6 +77,11 @@ def test_texts_of_people_are_not_markup(tmp_path):
     assert "script" not in re.search(r"default-src 'none'[^\"]*", page)[0]
 
 
+def test_a_note_is_shown_as_it_was_written(tmp_path):
+    page = page_of(begin(tmp_path / "one", note=f"as before, {ATTACK}"))
+    assert "<dt>note</dt><dd>as before, &lt;script&gt;" in page
+
+
 def test_folders_of_the_machine_are_left_out(page):
     assert "/home" not in page
 
@@ -137,6 +142,8 @@ def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):
 def test_a_run_that_is_running_says_what_comes_later(tmp_path):
     run = read_run(train(begin(tmp_path / "live"), steps=7).path)
     page = render(run_page(replace(run, activity="running")))
+    assert '<progress class="share" value="0.35"' in page
+    assert "<dt>training loss</dt><dd>1.6500" in page and "<dt>held-out loss</dt><dd>2.0000" in page
     for name in ("answers", "scores", "scaling"):
         assert "Nothing yet: this is written when the run ends." in section(page, name)
     assert "Nothing was measured by phase yet." in section(page, "memory")
@@ -171,7 +178,7 @@ def test_a_run_that_failed_says_why_without_the_folders_of_the_machine(tmp_path)
 def test_a_run_that_failed_after_training_was_trained(tmp_path):
     run = finished(tmp_path / "one")
     run.write_json(run.summary, {"status": "failed", "error": "no answers", "trained": True})
-    assert "Trained, but what comes after training failed: no answers." in page_of(run)
+    assert "Trained, but a later stage failed: no answers." in page_of(run)
     run.write_json(run.summary, {"status": "interrupted", "trained": True})
     page = page_of(run)
     assert "Trained, but interrupted before its command was done." in page and "make resume" not in page

@@ -43,7 +43,7 @@ def no_plots(monkeypatch):
     monkeypatch.setattr(plots, "_svg", lambda title, draw, height: f'<svg aria-label="{title}"></svg>')
 
 
-def make_settings(name: str, **train: Any) -> RunConfig:
+def make_settings(name: str, note: str = "", **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"name": "/home/ann/models/base"},
@@ -53,7 +53,7 @@ def make_settings(name: str, **train: Any) -> RunConfig:
                 "chat_template": "/home/ann/chat.jinja",
             },
             "train": {"max_steps": STEPS, "learning_rate": 1e-3, **train},
-            "output": {"name": name},
+            "output": {"name": name, "note": note},
         }
     )
 
@@ -151,7 +151,9 @@ def make_scaling() -> list[dict[str, Any]]:
     return [row, row | two | sent, {"world_size": 4, "problem": "fewer rows than processes"}]
 
 
-def begin(path: Path, *, world_size: int = 1, origin: str = "/home/ann/run.yaml", **train: Any) -> RunDir:
+def begin(
+    path: Path, *, world_size: int = 1, origin: str = "/home/ann/run.yaml", note: str = "", **train: Any
+) -> RunDir:
     """A run before its first step."""
     run = RunDir(path)
     path.mkdir(parents=True)
@@ -163,7 +165,7 @@ def begin(path: Path, *, world_size: int = 1, origin: str = "/home/ann/run.yaml"
         *(f"train.{key}" for key in train),
     ]
     origins = dict.fromkeys(given, origin) | {"train.learning_rate": "override"}
-    config = make_settings("written", **train)
+    config = make_settings("written", note, **train)
     run.config.write_text(dump_resolved(ResolvedConfig(config, origins, Path(origin))))
     run.write_json(run.plan, make_plan(world_size).to_json())
     data = {"fingerprint": "abc123", "train": SPLIT, "val": SPLIT, "test": None, "warnings": ["few rows"]}
