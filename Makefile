@@ -4,15 +4,15 @@
 .DEFAULT_GOAL := help
 
 #? CONFIG=configs/demo.yaml         config of the run
-#? ARGS="train.learning_rate=1e-4"  overrides
+#? ARGS="train.learning_rate=1e-4"  settings that override the config
 #? NGPU=2                           number of GPUs or processes
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
-#? CONTEXT=max                      longest row that fits; 32768: does it?
-#? ROWS=5000 TOKENS=1500            plan for rows that are not here, and
-#? LENGTHS=lognormal:1500:6000      how their lengths are spread (95%)
-#? GPU_HOUR=2.5                     price of a GPU hour: what a run costs
+#? CONTEXT=max                      longest row that fits, or check a length
+#? ROWS=5000 TOKENS=1500            plan without data: rows, median length
+#? LENGTHS=lognormal:1500:6000      or their median and 95th percentile
+#? GPU_HOUR=2.5                     price of a GPU hour, for the cost of a run
 #? WHY=1                            explain every choice of a plan
-#? MODE=qlora                       how to train: full, lora or qlora
+#? MODE=qlora                       training method: full, lora or qlora
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
 #? RUN=name                         name of a run, new or trained
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
@@ -21,10 +21,10 @@
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
 #? EXTRAS=export,documents          optional packages to install
-#? V=1                              show commands, and where a start goes
-#? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite: if typed only
+#? V=1                              show commands, and what startup time goes to
+#? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite
 #! make train                                            the demo, no GPU needed
-#! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
+#! make plan MODEL=qwen3-8b GPU="RTX 4090"               what fits, and how fast
 #! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 # What publishes, deletes or overwrites is typed, and never taken from the environment.
 AS_TYPED = CONFIRM FORCE OUT PUBLIC REPO
@@ -161,7 +161,7 @@ memory-check: $(READY) ## Show how much memory is free for a run
 	$(SFT) memory-check
 
 .PHONY: device-profile
-device-profile: $(READY) ## Show what operations cost on this machine
+device-profile: $(READY) ## Show how fast operations are on this machine
 	$(SFT) device-profile$(MORE)
 
 .PHONY: check
@@ -313,19 +313,19 @@ push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
 SIDE_BY_SIDE = --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 WHOLE = not cluster and not faults and not slow and not browser
 .PHONY: test
-test: $(READY) ## Run the tests of every day; ARGS="-k planning"
+test: $(READY) ## Run the everyday tests; ARGS="-k planning"
 	$(PYTEST) $(PY) -m pytest $(SIDE_BY_SIDE)
 
 .PHONY: test-all
-test-all: $(READY) ## Run these and the thorough ones
+test-all: $(READY) ## Run these tests and the thorough ones
 	$(PYTEST) $(PY) -m pytest -m '$(WHOLE)' $(SIDE_BY_SIDE)
 
 .PHONY: test-thorough
-test-thorough: $(READY) ## Run what test-all has besides those of make test
+test-thorough: $(READY) ## Run only the tests that test-all adds to make test
 	$(PYTEST) $(PY) -m pytest -m 'thorough and $(WHOLE)' $(SIDE_BY_SIDE)
 
 .PHONY: test-changed
-test-changed: $(READY) ## Run unit tests near to what was changed; AGAINST=main
+test-changed: $(READY) ## Run the unit tests closest to a change; AGAINST=main
 	$(PYTEST) $(PY) -m scripts.changed_tests $(call flag,--against,$(AGAINST))
 
 .PHONY: test-floor
@@ -355,7 +355,7 @@ test-faults: $(READY) ## Run the long tests; continues where it was interrupted
 	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster and not browser" $(ARGS)) $(PY) -m pytest -p tests.resumed
 
 .PHONY: test-browser
-test-browser: $(READY) ## Test pages in Chromium, where it is installed
+test-browser: $(READY) ## Test pages in Chromium, if it is installed
 	PYTEST_ADDOPTS=$(call quote,-m browser $(ARGS)) $(PY) -m pytest tests/integration/test_browser.py
 
 .PHONY: check-code
@@ -387,7 +387,7 @@ cookbook: $(READY) ## Plan the cookbook's tables; WHAT=fewest|longest
 	$(if $(filter fewest,$(WHAT)),,$(PY) -m scripts.docs.longest_rows)
 
 .PHONY: lock
-lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
+lock: $(TOOLS)/.ready ## Update the locks from pyproject.toml; ARGS=--upgrade
 	$(COMPILE) --extra dev $(foreach name,torch $(BUILT),--no-emit-package $(name)) $(WORDS) --output-file requirements.lock pyproject.toml
 	"$(TOOLS)/bin/python" scripts/requirements_of.py $(BUILT) | $(COMPILE) --no-deps $(WORDS) --output-file requirements-source.lock -
 	$(foreach extra,$(LOCKED_EXTRAS),$(COMPILE) --extra $(extra) $(ADDED) $(WORDS) --output-file locks/$(extra).lock pyproject.toml$(NEWLINE)	):
@@ -410,7 +410,7 @@ bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
 .PHONY: bench-context
-bench-context: $(READY) ## Measure memory, or regret, of ways with activations
+bench-context: $(READY) ## Measure memory, or regret, of activation options
 	$(PY) -m benchmarks.context $(WORDS)
 
 .PHONY: bench-random
@@ -418,7 +418,7 @@ bench-random: $(READY) ## Compare predicted with measured memory of random runs
 	$(PY) -m benchmarks.random_runs $(WORDS)
 
 .PHONY: bench-sharding
-bench-sharding: $(READY) ## Measure divided steps: memory, seconds, regret
+bench-sharding: $(READY) ## Measure sharded steps: memory, seconds, regret
 	$(PY) -m benchmarks.sharding $(WORDS)
 	$(if $(ARGS),,$(PY) -m benchmarks.sharding_time)
 

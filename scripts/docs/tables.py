@@ -300,29 +300,32 @@ def _memory() -> str:
     all_drawn = [row["number"] for row in random["rows"]] == list(range(len(random["rows"])))
     sample = "settings drawn at random" if all_drawn else "random settings, some of them picked,"
     return (
-        f"{len(errors)} peaks of allocated memory that others measured on GPUs are predicted, without a GPU, "
-        f"with an error of {100 * statistics.median(errors):.1g}% in the median and {max(errors):.2%} at "
-        f"worst. Of {uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
-        f"{uneven['within_target']} were within 0.1% of the prediction; at worst it was "
-        f"{-uneven['worst_low']:.2%} too low and {uneven['worst_high']:.2%} too high. Misses among them led "
-        f"to fixes. Of {held_out['runs']} runs of another seed, one of which led to a fix as well, "
-        f"{held_out['within_target']} were within 0.1%; at worst it was {-held_out['worst_low']:.2%} too low "
-        f"and {held_out['worst_high']:.2%} too high."
+        f"{len(errors)} peaks of allocated memory that others measured on GPUs were predicted without a GPU: "
+        f"the median error is {100 * statistics.median(errors):.1g}%, the worst {max(errors):.2%}. Of "
+        f"{uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
+        f"{uneven['within_target']} were within 0.1% of the prediction, which was at most "
+        f"{-uneven['worst_low']:.2%} too low and {uneven['worst_high']:.2%} too high; misses among them led "
+        f"to fixes. Of {held_out['runs']} runs with another seed, {held_out['within_target']} were within "
+        f"0.1%, at most {-held_out['worst_low']:.2%} too low and {held_out['worst_high']:.2%} too high; one "
+        "of these led to a fix, too."
     )
 
 
 def _plans() -> str:
     regrets = [one["regret"] for one in results("planner_cpu")["summary"]]
     return (
-        f"For {regrets.count(0.0)} of {len(regrets)} small CPU workloads, the chosen plan was the fastest of "
-        f"all; for the others it was at most {max(regrets):.1%} slower."
+        f"For {regrets.count(0.0)} of {len(regrets)} small CPU workloads, the chosen plan was the fastest; "
+        f"for the others it was at most {max(regrets):.1%} slower than the fastest."
     )
 
 
 def _killed() -> str:
     kinds = results("kills")["kinds"].values()
     trials, same = (sum(one[key] for one in kinds) for key in ("trials", "went_on_to_the_same_weights"))
-    return f"Of {trials} runs that were killed with -9, {same} ended with the weights of an undisturbed run."
+    return (
+        f"Of {trials} runs killed with SIGKILL and resumed, {same} ended with the weights of an undisturbed "
+        "run."
+    )
 
 
 def spellings() -> str:

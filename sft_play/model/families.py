@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DRAFTS = "drafts tokens for another model and computes nothing without it"
 # A head with more than a matrix and the scales that our loss knows; `train.verify.check_head` finds others.
-OTHER_HEAD = "has an output head that the loss here does not know"
+OTHER_HEAD = "has an output head that SFT-Play's loss does not support"
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,8 @@ class Activations(Reason):
                 "memory, so this saves no more than recompute"
             )
         return (
-            f"gradient checkpointing on, the inputs of layers in RAM{_needs(self.host)}, "
-            f"{CAUSES[self.cause]}: they are copied there and back, which was never measured on a GPU"
+            f"gradient checkpointing on, with layer inputs in RAM{_needs(self.host)}, {CAUSES[self.cause]}: "
+            f"the time to copy them there and back has not been measured on a GPU"
         )
 
 
@@ -151,8 +151,8 @@ def _needs(host: HostMemory | None) -> str:
         return ""
     limit = "; how much the machine has is unknown"
     if host.budget_bytes is not None:
-        limit = f" of {format_bytes(host.budget_bytes)} that may be used"
-    own = f"{counted(host.processes, 'process')}, with {format_bytes(host.own_bytes)} assumed for each itself"
+        limit = f" of {format_bytes(host.budget_bytes)} available"
+    own = f"{format_bytes(host.own_bytes)} of it assumed for each of {counted(host.processes, 'process')}"
     return f" ({format_bytes(host.needed_bytes)}{limit}; {own})"
 
 
@@ -243,8 +243,8 @@ class Offload(Reason):
             return "parallel.offload=ram: a CPU has no other memory, so this saves nothing"
         return (
             f"{self.held} in RAM{_needs(self.host)}, {CAUSES[self.cause]}: {self.engine} copies a layer at a "
-            "time to the GPU, and the CPU runs AdamW, which is slow; pinned copies and their overlap were "
-            "never measured on a GPU"
+            "time to the GPU, and the CPU runs AdamW, which is slow; pinned copies and their overlap have "
+            "not been measured on a GPU"
         )
 
 
@@ -255,8 +255,8 @@ class StatesOnDisk(Reason):
     folder: str
     saved_bytes: int  # of RAM, of all processes of a machine
     text = (
-        "{files} in files in {folder}, which takes {saved_bytes} less RAM; "
-        "the predicted seconds leave out that each step reads and writes them"
+        "{files} in files in {folder}, which saves {saved_bytes} of RAM; the predicted seconds do not "
+        "include reading and writing them in each step"
     )
 
 
@@ -284,5 +284,5 @@ class TokensDivided(Reason):
             whole_fit = any(ranks == 1 for ranks, _ in self.slower)
             cause = compared if whole_fit else f"whole rows do not fit, and {compared}"
         chosen = f"groups of {self.ranks} processes divide the tokens of a micro-batch (sequence parallelism)"
-        wait = "they wait for exchanges in every layer, which were never measured on a GPU"
+        wait = "they wait for exchanges in every layer, which have not been measured on a GPU"
         return "; ".join([f"{chosen}, since {cause}: {wait}", *larger])

@@ -101,13 +101,13 @@ class OnlyWhileBusy(Reason):
     """The device was measured, but other programs used the machine meanwhile."""
 
     device: str
-    text = "{device} was busy when measured: that does not count, and is repeated once idle"
+    text = "{device} was busy when measured: the result is not used, and it is measured again once idle"
 
 
 class SecondsOfEarlierRun(Reason):
     """An earlier run measured seconds, in proportion to which those of this plan are."""
 
-    text = "seconds in proportion to those that an earlier run measured, not predicted"
+    text = "seconds scaled from those measured in an earlier run, not predicted"
 
 
 class Communication(Reason):
@@ -124,7 +124,7 @@ class Communication(Reason):
             return f"communication: as measured between {self.processes} processes here"
         later = f"; the first run of {self.processes} processes measures it" if self.measured_later else ""
         if self.links:
-            speeds = link_text(self.links) + ", the slowest that there may be" * self.may_be_faster
+            speeds = link_text(self.links) + ", the slowest possible" * self.may_be_faster
             return f"communication: derived from the data sheet ({speeds}), not measured{later}"
         return f"communication: not counted, since the link between processes is unknown{later}"
 
@@ -155,9 +155,8 @@ class DescribedLengths(Reason, kw_only=True):
 
     def __str__(self) -> str:
         found = (
-            f"no training rows are here: {self.rows:,} are assumed, half of them up to {self.median:,} "
-            f"tokens and 95% up to {self.p95:,} (lognormal), the longest {self.longest:,}, with loss on "
-            "every token"
+            f"planned without data: {self.rows:,} rows assumed, half of them up to {self.median:,} tokens "
+            f"and 95% up to {self.p95:,} (lognormal), the longest {self.longest:,}, with loss on every token"
         )
         if not self.longer:
             return found
@@ -170,7 +169,7 @@ class Corrected(Reason):
     """An earlier probe corrects the predicted memory."""
 
     ratio: float
-    text = "corrected by an earlier probe of such a step: memory above the weights x {ratio:.3f}"
+    text = "corrected by an earlier probe of such a step: memory beyond the weights x {ratio:.3f}"
 
 
 class RanOutBefore(Reason):

@@ -169,7 +169,7 @@ class TrainedWhole(Reason):
 
     def __str__(self) -> str:
         return (
-            f"{self.parameters:,} parameters of {counted(self.modules, 'module')} are trained whole "
+            f"{self.parameters:,} parameters of {counted(self.modules, 'module')} are trained in full "
             f"(tuning.lora.modules_to_save: {', '.join(self.names)})"
         )
 
@@ -194,7 +194,7 @@ class Unproven(Reason):
 
     label: str
     setting: str  # that takes it
-    text = "{label} is off, not yet benchmarked on a GPU; {setting} takes it"
+    text = "{label} is off, not yet benchmarked on a GPU; {setting} turns it on"
 
 
 class CompiledLayers(Reason):
@@ -234,6 +234,6 @@ class LayerKernels(Reason):
         if not self.on:
             return (
                 f"{row.label} are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); "
-                f"{row.setting} takes {difference} at the same micro-batch"
+                f"{row.setting} needs {difference} at the same micro-batch"
             )
-        return f"{row.label} compute {self.modules} {row.serves}, which takes {difference} than ours"
+        return f"{row.label} compute {self.modules} {row.serves}, which needs {difference} than ours"

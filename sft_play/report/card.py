@@ -156,14 +156,14 @@ def _usage(
             if value
         )
         first = (
-            f"It was trained with scaled positions ({settings}), which the config of the base has to say "
-            "before it computes what was trained; a merged model says so.\n\n"
+            f"It was trained with scaled positions ({settings}), which the config of the base model needs "
+            "before it computes what was trained; a merged model has them.\n\n"
         )
     if ends:
         listed = " and ".join(f"`{text}` (token {token_id})" for text, token_id in stop_tokens.items())
         first += (
-            f"Its answers end with {listed}, where the base does not stop. Tell a server of this adapter, as "
-            f'vLLM with `"stop_token_ids": {ends}` in each request; a merged model says so.\n\n'
+            f"Its answers end with {listed}, where the base does not stop. Tell a server of this adapter, "
+            f'such as vLLM, with `"stop_token_ids": {ends}` in each request; a merged model knows.\n\n'
         )
     stop = f", eos_token_id=[tokenizer.eos_token_id, {', '.join(map(str, ends))}]" if ends else ""
     return (
@@ -211,7 +211,7 @@ def _settings(config: RunConfig) -> list[tuple[str, str]]:
         if lora.init != "default" or lora.plus_ratio:
             rows.append(("initialization, LoRA+ ratio", f"{lora.init}, {lora.plus_ratio or 1:g}"))
         if lora.modules_to_save:
-            rows.append(("modules trained whole", ", ".join(lora.modules_to_save)))
+            rows.append(("modules trained in full", ", ".join(lora.modules_to_save)))
     if config.model.new_tokens:
         rows.append(("new tokens", ", ".join(f"`{token}`" for token in config.model.new_tokens)))
     return [

@@ -76,7 +76,7 @@ def asked_blocks(run: RunRecord) -> Iterator[Block]:
         (others if setting.origin == "default" else given).append(row)
     head = ("setting", "value", "origin")
     if given:
-        yield Table(head, given, "Settings that were given", left=range(3))
+        yield Table(head, given, "Settings given", left=range(3))
     if others:
         caption = f"{len(others)} settings left at their default"
         yield Table(head, others, caption, left=range(3), folded=True)

@@ -99,7 +99,7 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
     if not rows:
         return Text(["All settings are the same."])
     head = ("setting", *(run.name for run in runs))
-    return Table(head, rows, "Settings that are not the same in all runs", left=range(len(head)))
+    return Table(head, rows, "Settings that differ", left=range(len(head)))
 
 
 def _scaling(runs: Sequence[RunRecord]) -> list[Block]:

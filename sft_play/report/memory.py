@@ -64,11 +64,11 @@ def _host_table(host: Tree) -> Table:
     share = "unknown" if not budget else f"{host['needed_bytes'] / budget:.0%} of {format_bytes(budget)}"
     rows = [
         *((f"{name}, of each", format_bytes(size), "") for name, size in terms),
-        ("assumed for itself, of each", format_bytes(host["own_bytes"]), ""),
-        ("to save what is trained", format_bytes(host["saved_bytes"]), ""),
+        ("assumed for the process itself, of each", format_bytes(host["own_bytes"]), ""),
+        ("to save the trained weights", format_bytes(host["saved_bytes"]), ""),
         ("needed", format_bytes(host["needed_bytes"]), share),
     ]
-    head = (f"RAM of the machine, {each}", "memory", "of what may be used")
+    head = (f"RAM of the machine, {each}", "memory", "of what is available")
     return Table(head, rows, bold=(len(rows) - 1,))
 
 

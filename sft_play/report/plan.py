@@ -55,7 +55,7 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
             )
             for row in rows
         ],
-        "What else was possible",
+        "Alternatives",
         left=(0, 1),
         bold=[number for number, row in enumerate(rows) if "chosen" in row],
         short={"micro-batch x accumulation": "micro-batch"},
@@ -64,7 +64,7 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
 
 def how_compared(plan: Mapping[str, Any]) -> list[str]:
     """What the one speed of each plan assumes, where it may have others."""
-    said = "tokens/s of this table: over the slowest links, nothing overlapped, as plans are compared"
+    said = "tokens/s in this table assume the slowest links and no overlap, as when plans are compared"
     return [said] if plan.get("step_seconds_range_reason") else []
 
 
@@ -87,10 +87,10 @@ def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> l
         if other.shards_weights and not chosen.shards_weights:
             why = f"{name} may take longer than predicted, by more than it would gain over {ours}"
         elif other.trades_speed and not chosen.trades_speed:
-            why = f"{name} costs time that no prediction has: {ours} is taken where it fits as well"
+            why = f"{name} costs time that predictions leave out: {ours} is preferred where it fits"
         else:
             size = f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}"
-            why = f"{size} is faster by less than predictions can tell; the chosen plan has fewer passes"
+            why = f"{size} is faster by less than predictions can resolve; the chosen plan has fewer passes"
         found[why] = None
     return list(found)
 
@@ -202,7 +202,7 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
         parts.append(methods_on_screen(tree))
     if tree["alternatives"]:
         parts.append(_candidates_on_screen(tree))
-    more = "WHY=1 adds the reason of each choice, memory by phase, and other numbers of "
+    more = "WHY=1 adds the reason for each choice, memory by phase, and other numbers of "
     return apart(*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim")))
 
 

@@ -23,8 +23,8 @@ from sft_play.units import capitalized, counted, format_bytes, format_duration
 TEMPLATE = "planner.html.j2"
 TITLE = "Plan explorer"
 INTRODUCTION = (
-    "What fits on a GPU that need not be here, and how fast it would be: the training step is executed "
-    "symbolically, from the shipped geometry of models and the data sheets of GPUs."
+    "What fits on a GPU that you need not have, and how fast it would train: the training step is executed "
+    "symbolically, from the shipped shapes of models and the data sheets of GPUs."
 )
 
 

@@ -105,25 +105,25 @@ def status_line(run: RunRecord) -> str:
     damaged = f" Damaged and omitted: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
     if run.activity == "starting":
-        earlier = " What is shown is of an earlier run of this name." if run.plan else ""
+        earlier = " Shown below: an earlier run of this name." if run.plan else ""
         return f"Starting: data, plan and probe come before the first step.{earlier}{damaged}"
     if run.activity == "running":
         return f"Running: {progress_line(run)}.{damaged}"
     if run.activity == "ending":
-        return f"Ending: the steps are done, and what comes after them is not.{damaged}"
+        return f"Finishing: the steps are done, what follows them is not.{damaged}"
     if status == "failed" and run.summary.get("trained"):
-        return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"
+        return f"Trained, but a later stage failed: {_reason(run)}{damaged}"
     if status == "interrupted" and run.summary.get("trained"):
         return f"Trained, but interrupted before its command was done.{damaged}"
     if status == "done":
         return f"Done.{damaged}"
     if status == "failed":
-        return f"Failed: {_reason(run)} {steps}; log.txt says more.{damaged}"
+        return f"Failed: {_reason(run)} {steps}; see log.txt.{damaged}"
     if status == "interrupted":
         return (
             f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
         )
-    return f"Not finished: no process of this machine has it (log.txt says more); {steps}.{damaged}"
+    return f"Not finished: no process on this machine is running it (see log.txt); {steps}.{damaged}"
 
 
 def progress_line(run: RunRecord) -> str:

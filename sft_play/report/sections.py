@@ -58,7 +58,7 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
             caption += f" It needs {needed}: these tensors, {besides}."
         legend.append(Legend("budget", level=True))
     svg = memory_bars(f"Memory by phase, {said}{' and measured' if measured else ''}", phases, budget)
-    return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])
+    return Figures([Figure("Peak memory of each phase, by use", svg, caption, legend)])
 
 
 def _stack(memory: Tree, phase: str, size: int) -> list[tuple[str, int, int]]:
@@ -85,7 +85,7 @@ def _term_table(by_phase: Tree, said: str) -> Table:
         sizes = [terms.get(term, 0) for terms in by_phase.values()]
         if any(sizes):
             rows.append((term, *map(format_bytes, sizes)))
-    return Table(("term", *by_phase), rows, f"What takes the memory of each phase, {said}", folded=True)
+    return Table(("term", *by_phase), rows, f"Memory of each phase by use, {said}", folded=True)
 
 
 def scaling_blocks(run: RunRecord) -> Iterator[Block]:

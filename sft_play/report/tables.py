@@ -174,7 +174,7 @@ def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     saved = summary.get("saved")
     if not saved:
         return []
-    asked = "the type of the base" if saved["of_base"] else "as output.dtype says"
+    asked = "the type of the base" if saved["of_base"] else "as set by output.dtype"
     if saved["dtype"] != saved["asked"]:
         asked = f"since one overflows {saved['asked']}, {asked}"
     return [("weights", f"saved in {saved['dtype']}, {asked}")]

@@ -118,7 +118,7 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     if len({plan["effective_batch_size"] for plan in plans}) > 1:
         said.append("Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU.")
     said.append(
-        "tokens/s: predicted from data sheets, n/a without one, over the slowest links that there may be. "
+        "tokens/s: predicted from data sheets, n/a without one, over the slowest possible links. "
         f"hours: of the whole run{', times GPUs' if tree['seen'] else ''}, a range where links decide."
     )
     if any(row.get("ram_bytes") for row in tree["cheapest"]):

@@ -66,7 +66,7 @@ def explore(
     try:
         found = planner.ask(question)
     except Busy:
-        return question_page("Too many plans wait; try again in a while."), TEMPLATE, more
+        return question_page("Too many plans are waiting; try again later."), TEMPLATE, more
     if isinstance(found, Waiting):
         return question_page(_waiting(found)), TEMPLATE, more | {"seconds": ASKED_S}
     if found.problem:
@@ -97,10 +97,10 @@ def _answered(found: Answer, question: Question) -> Page:
 
 def _waiting(found: Waiting) -> str:
     if found.ahead:
-        return f"{counted(found.ahead, 'other plan')} first. This page shows the answer when it is there."
+        return f"{counted(found.ahead, 'other plan')} first. This page updates when the answer is ready."
     so_far = f" ({format_duration(found.seconds)} so far)" if found.seconds >= 1 else ""
     what = f"Planning{so_far}: seconds for one GPU, minutes for each common one."
-    return f"{what} This page shows the answer when it is there."
+    return f"{what} This page updates when the answer is ready."
 
 
 def _choices() -> dict[str, list[tuple[str, str]]]:

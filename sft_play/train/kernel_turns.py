@@ -263,7 +263,7 @@ def verdict_of(
     for place, what in enumerate(("loss", "gradient norm")):
         ours, theirs = (side[-1][place] for side in values)
         if not abs(theirs - ours) <= tolerance * abs(ours):  # NaN is not
-            return Verdict(problem=f"they compute something else: {what} {theirs:.6g} instead of {ours:.6g}")
+            return Verdict(problem=f"their result differs: {what} {theirs:.6g} instead of {ours:.6g}")
     beside, own = (side[1:] for side in seconds)
     spread = max(max(side) - min(side) for side in (beside, own))
     return Verdict(seconds=median(own), beside=median(beside), spread=spread)

@@ -11,7 +11,7 @@ from sft_play.plan import Plan
 from sft_play.sizing.phase_meter import PhaseMeter
 
 STEPS = 2
-BESIDES = "besides"  # between steps: a checkpoint is saved, for example
+BESIDES = "between steps"  # where a checkpoint is saved, for example
 
 
 class MeteredSteps(TrainerCallback):

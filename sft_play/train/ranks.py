@@ -144,8 +144,9 @@ def agree_on_files(job: Job) -> Job:
     if engine.shards_weights and not all(seen):
         whole = [f"ENGINE={row.name}" for row in SEVERAL.values() if not row.shards_weights]
         raise LaunchError(
-            f"{engine.label} over several machines needs a run directory that all of them share, since none "
-            f"has all of a checkpoint, and each has a {job.run.path} of its own: set output.dir to a folder "
+            f"{engine.label} over several machines needs a run directory that all of them share, since each "
+            f"saves only a part of a checkpoint, but {job.run.path} is not shared: set output.dir to a "
+            f"folder "
             f"on a shared disk, or take {' or '.join(whole)}"
         )
     return replace(job, run=replace(job.run, shared=all(seen)))

@@ -69,7 +69,7 @@ def remembered(session: Session) -> Iterator[None]:
         write_ran_out(correction_path(session.job, plan), plan, used)
         done = counted(session.trainer.state.global_step, "step")
         raise OutOfMemory(
-            f"after {done}, {_explained(plan, error)}. Go on from the last checkpoint: "
+            f"after {done}, {_explained(plan, error)}. Continue from the last checkpoint: "
             f"{session.job.resume_command}"
         ) from error
 
@@ -110,7 +110,7 @@ def continuation(job: Job) -> str:
     start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
     start = "from the last checkpoint" if by_step(job.run) else start
     recomputed = ", activations recomputed" if job.plan.activations.recomputes else ""
-    return f"going on {start} with a smaller plan: {EffectiveBatch(job.plan)}{recomputed}"
+    return f"continuing {start} with a smaller plan: {EffectiveBatch(job.plan)}{recomputed}"
 
 
 AGAIN_SECONDS = 1.0

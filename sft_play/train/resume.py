@@ -196,7 +196,7 @@ def require_same_run(job: Job, checkpoint: Path) -> list[str]:
     refused = [name for name in changed if name not in allowed or name in fixed]
     if refused:
         lines = [f"{name}: {changed[name]}" for name in refused]
-        head = f"{checkpoint} belongs to a run with other settings:"
+        head = f"{checkpoint} belongs to a run with different settings:"
         remedy = f"Set them back, or continue with the new ones: ALLOW={','.join(refused)}"
         if fixed:
             remedy = f"Set them back, or start a new run (RUN=<name>): {', '.join(fixed)} cannot change"

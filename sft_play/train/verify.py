@@ -178,7 +178,7 @@ def check_causal(model: PreTrainedModel, device: torch.device) -> None:
     n = ISOLATION_TOKENS
     if _sees(model, device, place=slice(n), other=slice(n, None)):
         raise ConfigError(
-            f"model.name: {_name(model)} sees the tokens that it is to predict; SFT-Play trains decoder-only "
+            f"model.name: {_name(model)} sees the tokens it has to predict; SFT-Play trains decoder-only "
             "language models (docs/reference/models.md)"
         )
 
@@ -194,8 +194,8 @@ def check_head(model: PreTrainedModel, device: torch.device) -> None:
     scores = own.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     if _differs(scores, tiled.log_probs.reshape(scores.shape).float()):
         raise ConfigError(
-            f"model.name: {_name(model)} does something to its logits that the loss here does not know, so "
-            "it would be trained on another loss; use another model"
+            f"model.name: {_name(model)} changes its logits in a way that SFT-Play's loss does not, so it "
+            f"would be trained on another loss; use another model"
         )
 
 
@@ -232,7 +232,7 @@ def check_divided(model: PreTrainedModel, part: Part, device: torch.device) -> N
     one, other = _evaluated(model, *(_on(batch, device) for batch in both))
     if _differs(one.logits.chunk(part.ranks, dim=1)[part.rank], other.logits):
         raise ConfigError(
-            f"model.name: {_name(model)} computes something else where processes divide its tokens; set "
+            f"model.name: {_name(model)} gives other results when processes divide its tokens; set "
             "parallel.sequence_parallel_size=1"
         )
 

@@ -83,6 +83,6 @@ def test_a_run_whose_memory_is_limited_meanwhile_goes_on_in_smaller_micro_batche
     done = finish(process, 300)
     assert done.code == 0, done.err
     summary = read_json(limited.summary)
-    assert "going on from the" in summary["out_of_memory"][0]
+    assert "continuing from the" in summary["out_of_memory"][0]
     assert summary["effective_batch_size"] == ROWS and summary["micro_batch_size"] < ROWS
     assert losses(limited) == pytest.approx(losses(clean), rel=1e-5)

@@ -92,14 +92,14 @@ def test_a_smaller_plan_goes_on_from_the_last_checkpoint(
         tiny_model, tmp_path, lambda: fault(where, third_of_step_4), **settings
     )
     assert "after 3 steps, memory ran out at micro-batch" in said
-    assert "going on from the last checkpoint with a smaller plan" in said
+    assert "continuing from the last checkpoint with a smaller plan" in said
     assert said in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.thorough
 def test_without_a_checkpoint_it_begins_at_the_start(tiny_model, tmp_path, fault):
     [said] = goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, lambda: fault("backward", 4 + 1))
-    assert "after 1 step, " in said and "going on from the beginning, without a checkpoint" in said
+    assert "after 1 step, " in said and "continuing from the beginning, without a checkpoint" in said
 
 
 @pytest.mark.faults
@@ -119,7 +119,7 @@ def test_in_an_evaluation_too(tiny_model, tmp_path, fault, earlier, start, evalu
     [said] = goes_on_as_if_nothing_had_happened(
         tiny_model, tmp_path, lambda: fault("evaluation", number), **settings
     )
-    assert f"going on from {start}" in said
+    assert f"continuing from {start}" in said
 
 
 @pytest.mark.faults
@@ -173,7 +173,7 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
     plan = Plan.from_json(read_json(job.run.plan))
     assert plan.activations.recomputes
     assert (plan.batch.micro, plan.batch.accumulation) == (1, 16)
-    assert "going on from the last checkpoint" in summary["out_of_memory"][0]
+    assert "continuing from the last checkpoint" in summary["out_of_memory"][0]
     assert "activations recomputed" in " ".join(capsys.readouterr().out.split())
 
 
@@ -242,7 +242,7 @@ def test_one_rank_of_two_ends_both_within_seconds_and_a_smaller_plan_goes_on(
     one, expected = RunDir(tmp_path / "runs" / "one"), RunDir(tmp_path / "runs" / "clean")
     summary = read_json(one.summary)
     [said] = summary["out_of_memory"]
-    assert f"going on from {start}" in said
+    assert f"continuing from {start}" in said
     assert summary["effective_batch_size"] == 8 and summary["micro_batch_size"] < 4
     assert [path.name for path in by_step(one)] == [path.name for path in by_step(expected)]
     assert curves(one) == {step: pytest.approx(values, rel=1e-5) for step, values in curves(expected).items()}

@@ -52,7 +52,7 @@ def test_a_command_that_fails_after_training_is_not_done_but_its_run_is_trained(
     summary = read_json(run.summary)
     assert (summary["status"], summary["error"], summary["trained"]) == ("failed", "no answers", True)
     page = run.report.read_text()
-    assert "Trained, but what comes after training failed: no answers." in page and "make infer" in page
+    assert "Trained, but a later stage failed: no answers." in page and "make infer" in page
 
 
 def test_ctrl_c_after_training_leaves_a_trained_run_that_is_not_done(tmp_path):

@@ -140,7 +140,7 @@ def test_rows_that_are_described_have_steps_hours_and_a_price():
     assert found["steps_per_epoch"] == -(-5000 // 16)
     assert found["cost"] == pytest.approx(2.5 * found["gpu_hours"]) and found["gpu_hours"] > 0
     text = " ".join(screen(report).split())
-    assert "5,000 are assumed, half of them up to 100 tokens and 95% up to 180 (lognormal)" in text
+    assert "5,000 rows assumed, half of them up to 100 tokens and 95% up to 180 (lognormal)" in text
     assert "GPU hours" in text and "which cost" in text
     assert any("5,000 are assumed" in reason for reason in tree["why"])
 

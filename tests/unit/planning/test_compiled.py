@@ -149,8 +149,8 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
 @pytest.mark.parametrize(
     ("gpu", "mode", "compiled", "takes"),
     [
-        ("H100", "full", "auto", "train.float8=true with train.compile=true takes it"),
-        ("RTX 4090", "full", True, "train.float8=true takes it"),
+        ("H100", "full", "auto", "train.float8=true with train.compile=true turns it on"),
+        ("RTX 4090", "full", True, "train.float8=true turns it on"),
         ("H100", "lora", "auto", None),
         ("A100 80GB", "full", "auto", None),
         ("RTX 5090", "full", "auto", None),
@@ -195,7 +195,9 @@ def test_the_plan_has_the_memory_of_layers_that_are_not_compiled_and_fused_secon
 def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_says_why(gpu, model, said):
     config = config_of(model=model, compile=False)
     plan = planned(config, what_if(gpu))
-    why = "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 takes it"
+    why = (
+        "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 turns it on"
+    )
     assert (why in plan.why) is said
 
 

@@ -316,7 +316,7 @@ def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_
     )
     trained = "2 new tokens: 1,024 parameters of the embedding and output head are trained for them"
     assert trained in rows.why
-    assert any(why.startswith("1,025,024 parameters of 5 modules are trained whole") for why in modules.why)
+    assert any(why.startswith("1,025,024 parameters of 5 modules are trained in full") for why in modules.why)
     assert plain.memory.peak_bytes < rows.memory.peak_bytes
     # an embedding of 4,000 x 256 in fp32, its gradient and two moments
     assert modules.memory.peak_bytes - plain.memory.peak_bytes > 4 * 4 * 4000 * 256

@@ -260,9 +260,9 @@ def test_other_methods_stand_beside_the_planned_one_which_is_marked():
 @pytest.mark.parametrize(
     ("engine", "size", "said"),
     [
-        ("deepspeed_z2", 4, "ZeRO-2 costs time that no prediction has: DDP is taken where it fits as well"),
+        ("deepspeed_z2", 4, "ZeRO-2 costs time that predictions leave out: DDP is preferred where it fits"),
         ("fsdp2", 4, "FSDP2 may take longer than predicted, by more than it would gain over DDP"),
-        ("ddp", 2, " is faster by less than predictions can tell"),
+        ("ddp", 2, " is faster by less than predictions can resolve"),
     ],
 )
 def test_a_faster_plan_that_was_not_chosen_says_why(engine, size, said):

@@ -83,9 +83,9 @@ SENTENCES = [
     ),
     (
         Activations("offload", "exceed", host=HOST),
-        "gradient checkpointing on, the inputs of layers in RAM (6.00 GiB of 40.00 GiB that may be used; 2 "
-        "processes, with 1.00 GiB assumed for each itself), since nothing else fits: they are copied there and "
-        "back, which was never measured on a GPU",
+        "gradient checkpointing on, with layer inputs in RAM (6.00 GiB of 40.00 GiB available; 1.00 GiB of it "
+        "assumed for each of 2 processes), since nothing else fits: the time to copy them there and back has "
+        "not been measured on a GPU",
     ),
     (
         Activations("recompute", "exceed", kept=12, layers=32),
@@ -133,8 +133,8 @@ SENTENCES = [
     ),
     (
         StatesOnDisk("AdamW's states and frozen weights", "/fast", GIB),
-        "AdamW's states and frozen weights in files in /fast, which takes 1.00 GiB less RAM; the predicted "
-        "seconds leave out that each step reads and writes them",
+        "AdamW's states and frozen weights in files in /fast, which saves 1.00 GiB of RAM; the predicted "
+        "seconds do not include reading and writing them in each step",
     ),
     (UnknownCapability((8, 0)), "compute capability unknown: kernels of 8.0 assumed"),
     (
@@ -161,8 +161,11 @@ SENTENCES = [
         OptimizerStates("paged_lion_32bit", MIB, 0),
         "paged_lion_32bit: 1.00 MiB of optimizer states, none of them paged: only those of large weights are",
     ),
-    (Corrected(1.1), "corrected by an earlier probe of such a step: memory above the weights x 1.100"),
-    (OnlyWhileBusy("EPYC"), "EPYC was busy when measured: that does not count, and is repeated once idle"),
+    (Corrected(1.1), "corrected by an earlier probe of such a step: memory beyond the weights x 1.100"),
+    (
+        OnlyWhileBusy("EPYC"),
+        "EPYC was busy when measured: the result is not used, and it is measured again once idle",
+    ),
     (
         RanOutBefore(800, "more_free"),
         "in an earlier run of this kind, memory ran out with 800 tokens in a micro-batch, when less of it was "
@@ -180,7 +183,7 @@ SENTENCES = [
     ),
     (
         TrainedWhole(100, 1, ("lm_head",)),
-        "100 parameters of 1 module are trained whole (tuning.lora.modules_to_save: lm_head)",
+        "100 parameters of 1 module are trained in full (tuning.lora.modules_to_save: lm_head)",
     ),
     (
         AttentionKernel("FlashAttention 3", "one"),
@@ -188,11 +191,11 @@ SENTENCES = [
     ),
     (
         Unproven("FlashAttention 3", "model.attention=flash_attention_3"),
-        "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 takes it",
+        "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 turns it on",
     ),
     (
         LayerKernels("liger", False, 97, GIB),
-        "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); train.kernels=liger takes "
+        "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); train.kernels=liger needs "
         "1.00 GiB less at the same micro-batch",
     ),
     (

@@ -178,7 +178,7 @@ def test_a_run_that_failed_says_why_without_the_folders_of_the_machine(tmp_path)
 def test_a_run_that_failed_after_training_was_trained(tmp_path):
     run = finished(tmp_path / "one")
     run.write_json(run.summary, {"status": "failed", "error": "no answers", "trained": True})
-    assert "Trained, but what comes after training failed: no answers." in page_of(run)
+    assert "Trained, but a later stage failed: no answers." in page_of(run)
     run.write_json(run.summary, {"status": "interrupted", "trained": True})
     page = page_of(run)
     assert "Trained, but interrupted before its command was done." in page and "make resume" not in page

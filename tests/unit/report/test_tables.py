@@ -208,7 +208,7 @@ def test_closing_screen_says_of_which_step_the_weights_are(step, checkpoint, lin
     ("saved", "line"),
     [
         (("bfloat16", "bfloat16", True), "weights saved in bfloat16, the type of the base"),
-        (("float32", "float32", False), "weights saved in float32, as output.dtype says"),
+        (("float32", "float32", False), "weights saved in float32, as set by output.dtype"),
         (
             ("float32", "float16", True),
             "weights saved in float32, since one overflows float16, the type of the base",

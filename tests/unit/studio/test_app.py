@@ -116,11 +116,11 @@ def test_a_run_is_starting_until_its_plan_is_written_and_ending_after_its_summar
         for name in ("new", "one"):
             stack.enter_context(held(RunDir(runs / name)))
         assert "new starting" in text_of(browser.get("/"))
-        assert "What is shown is of an earlier run" in text_of(browser.get("/runs/one"))
+        assert "Shown below: an earlier run" in text_of(browser.get("/runs/one"))
         written_later(RunDir(runs / "one").plan)
         assert "Running" in text_of(browser.get("/runs/one"))
         written_later(RunDir(runs / "one").summary, 2)
-        assert "Ending" in text_of(browser.get("/runs/one"))
+        assert "Finishing" in text_of(browser.get("/runs/one"))
     assert "Done." in text_of(browser.get("/runs/one"))
 
 
@@ -129,7 +129,9 @@ def test_a_run_whose_process_is_gone_is_unfinished(browser, runs):
     for lock in ("process 4194305 on " + os.uname().nodename, "process 1 on elsewhere", "nonsense", "\0"):
         (run.path / ".lock").write_text(lock)
         page = browser.get("/runs/killed")
-        assert "Not finished: no process of this machine has it" in page.text and "7 of 20" in page.text
+        assert (
+            "Not finished: no process on this machine is running it" in page.text and "7 of 20" in page.text
+        )
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"plan": 3}', '{"plan": {"total_steps": "x"}}', "\0"])

@@ -56,7 +56,7 @@ def test_a_model_that_sees_later_tokens_is_refused():
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
         initializer_range=0.3,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="BertLMHeadModel sees the tokens that it is to predict"):
+    with pytest.raises(ConfigError, match="BertLMHeadModel sees the tokens it has to predict"):
         check_causal(BertLMHeadModel(config), CPU)
 
 
@@ -65,7 +65,7 @@ def test_a_head_that_does_more_than_the_loss_knows_is_refused():
     add_loss_head(model)
     check_head(model, CPU)
     model.lm_head.register_forward_hook(lambda module, inputs, out: 3 * out)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM does something to its logits"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM changes its logits"):
         check_head(model, CPU)
 
 
