@@ -381,8 +381,10 @@ def _short(refusal: str) -> str:
 
 
 def _notes(ways: dict[str, Outcome]) -> str:
-    refusals = [each.refusal for each in ways.values() if not each.trained and not _short(each.refusal)]
-    return "; ".join(dict.fromkeys(_cell(refusal) for refusal in refusals))
+    """Refusals without the name, so that models that share one share a row."""
+    refused = [each for each in ways.values() if not each.trained and not _short(each.refusal)]
+    texts = (_cell(each.refusal).replace(f": {each.model_type} ", ": ", 1) for each in refused)
+    return "; ".join(dict.fromkeys(texts))
 
 
 def line(outcome: Outcome) -> str:

@@ -265,7 +265,12 @@ def evidence_sharded() -> str:
             step, kind = found["what"].rsplit(": ", 1)
             cells = (kind, *values, signed(found["error"], 1))
             steps.setdefault((f"[{step}]({found['source']})", found["note"]), []).append(cells)
-    rows = ([step, *map("<br>".join, zip(*each, strict=True)), note] for (step, note), each in steps.items())
+    rows: list[list[str]] = []
+    said = ""
+    for (step, note), each in steps.items():
+        differs = "the same" if note == said else note
+        rows.append([step, *map("<br>".join, zip(*each, strict=True)), differs])
+        said = note
     return table(("step", "", "published", "planned here", "difference", "how theirs differs"), rows)
 
 

@@ -20,6 +20,9 @@ INDEX = ROOT / "docs" / "README.md"
 # What was tried may be gone.
 HISTORY = ROOT / "docs" / "decisions"
 CURRENT = [page for page in PAGES if not page.is_relative_to(HISTORY)]
+MESSAGES = ROOT / "docs" / "guides" / "troubleshooting.md"  # looked up, not read from the beginning
+BY_HAND = [ROOT / "MULTI_GPU_GUIDE.md", ROOT / "ACCELERATE_SETUP.md"]
+GUIDES = [*BY_HAND, *(page for page in PAGES if page.parent.name == "guides" and page != MESSAGES)]
 
 
 def links_of(page: Path) -> list[tuple[str, str]]:
@@ -56,6 +59,19 @@ def test_every_page_below_docs_can_be_reached_from_the_index():
         ahead += [target for target in linked if target.suffix == ".md" and target.is_file()]
     missing = [str(page.relative_to(ROOT)) for page in PAGES if page not in found]
     assert not missing, "\n".join(missing)
+
+
+def test_the_map_has_one_line_for_each_page():
+    lines = [line for line in INDEX.read_text().splitlines() if line.startswith("- [")]
+    mapped = [(INDEX.parent / re.search(r"\]\(([^)]+)\)", line)[1]).resolve() for line in lines]
+    below = [page for page in CURRENT if page.is_relative_to(ROOT / "docs") and page != INDEX]
+    assert len(set(mapped)) == len(mapped) and set(below) <= set(mapped)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_a_guide_begins_with_the_command_that_its_readers_came_for(guide):
+    beginning = "\n".join(guide.read_text().splitlines()[:8])
+    assert re.search(r"^```|`make \w", beginning, re.MULTILINE)
 
 
 def test_every_page_that_code_mentions_exists():
@@ -123,8 +139,7 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_ours():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
-    pieces = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    pieces = re.findall(r"^\| `([^`]+)` \|", MESSAGES.read_text(), re.MULTILINE)
     missing = [piece for piece in pieces if not any(piece in text for text in texts)]
     assert len(pieces) >= 20 and not missing, missing
 
