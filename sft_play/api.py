@@ -5,102 +5,32 @@
     sft.plan("qwen3-8b", gpu="RTX 4090")
     run = sft.train("my.yaml", settings={"train.epochs": 1})
     run = sft.train(model="Qwen/Qwen3-0.6B", data=rows, mode="lora", max_steps=100)
-    sft.load("my").summary["train_loss"]
+    run.before.metrics["exact_match"], run.after.metrics["exact_match"]
+    sft.evaluate(sft.load("my"), metrics=["exact_match", my_function]).models
 
 Importing this module imports neither torch nor transformers.
 """
 
-import html
-import io
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import RenderableType
 
 from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
-from sft_play.given import by_name, write_given
+from sft_play.given import by_name, with_names, write_given
+from sft_play.hooks import Hooks, Listener
 from sft_play.launch.environment import set_environment
-from sft_play.runlog import RunDir, read_json, read_metrics
-from sft_play.ui.screen import Screen
+from sft_play.results import Evaluation, Planned, Run, Scores, answers_of
+from sft_play.rows.calls import history_text
+from sft_play.runlog import RunDir, read_json
 from sft_play.upstream.patching import undone
 
 Settings = Mapping[str, Any]  # by dotted name: {"train.learning_rate": 1e-4}
-IN_A_NOTEBOOK = '<pre style="font-family: monospace; line-height: 1.2; white-space: pre">{code}</pre>'
-WIDTH = 110  # characters of a plan in a notebook
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan for one machine, or those for each of the common GPUs; a notebook shows it as a table."""
-
-    tree: dict[str, Any]  # what `sft-play plan --json` prints; bytes are integers
-    shown: RenderableType = field(repr=False)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """micro_batch_size, gradient_accumulation_steps, tokens_per_second and so on; {} of several GPUs."""
-        return self.tree.get("plan", {})
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """budget_bytes, peak_bytes and what they are made of; {} of several GPUs."""
-        return self.tree.get("memory", {})
-
-    @property
-    def command(self) -> str:
-        """What trains by this plan; "" of several GPUs."""
-        return self.tree.get("command", "")
-
-    def __str__(self) -> str:
-        return self._recorded().export_text()
-
-    def _repr_html_(self) -> str:
-        return self._recorded().export_html(inline_styles=True, code_format=IN_A_NOTEBOOK)
-
-    def _recorded(self) -> Screen:
-        screen = Screen(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
-        screen.print(self.shown)
-        return screen
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run directory; a notebook shows its report. What is not there is empty."""
-
-    path: Path
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """summary.json: status, train_loss, eval before and after, tokens_per_second and so on."""
-        return read_json(RunDir(self.path).summary)
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl: one object a logging step, e.g. for `pandas.DataFrame(run.metrics)`."""
-        return read_metrics(RunDir(self.path))
-
-    @property
-    def weights(self) -> Path:
-        """The folder of the adapter or the model, for `from_pretrained`; CheckpointError if there is none."""
-        from sft_play.model.weights import finished_weights
-
-        run = RunDir(self.path)
-        return finished_weights(load_config(run.config).config, run)
-
-    def _repr_html_(self) -> str:
-        from sft_play.report.html import render
-        from sft_play.report.run_page import run_page
-        from sft_play.report.sound import read_sound
-
-        page = html.escape(render(run_page(read_sound(self.path))))
-        return f'<iframe srcdoc="{page}" style="width: 100%; height: 600px; border: 0"></iframe>'
 
 
 def plan(
@@ -111,6 +41,8 @@ def plan(
     gpus: int | None = None,
     data: object = None,
     settings: Settings | None = None,
+    callbacks: Sequence[Any] = (),
+    progress: Listener | None = None,
     **keywords: Any,
 ) -> Planned:
     """Chooses a plan and predicts its memory and speed, as `sft-play plan` does; trains nothing.
@@ -123,7 +55,9 @@ def plan(
         gpus: how many; by default those that are here, or the fewest of `gpu` that fit.
         data: training rows, as `train` takes them; then the model is a name of the Hub or a folder.
         settings: settings to override, by dotted name.
-        **keywords: the same, as in `train`.
+        callbacks: taken so that `train` and `plan` have the same arguments; they change no plan.
+        progress: likewise.
+        **keywords: settings, as in `train`.
 
     Raises:
         ConfigError: neither a config nor a model is given, or a value is wrong.
@@ -151,6 +85,8 @@ def train(
     processes: int = 1,
     engine: str | None = None,
     resume: bool = False,
+    callbacks: Sequence[Any] = (),
+    progress: Listener | None = None,
     **keywords: Any,
 ) -> Run:
     """Plans and trains a run to its end, as `sft-play train` does, with its progress on standard output.
@@ -161,27 +97,63 @@ def train(
         data: training rows: a list of dicts, a datasets.Dataset, or a path. Rows are written to the folder of
             the run, `<output_dir>/<output_name>/.given`, with a config of these arguments.
         settings: settings to override, by dotted name.
-        **keywords: the same by the last part of its name, `max_steps=100`, or with its section where several
-            end so, `eval_limit=20`.
         processes: of this machine; 0 for one on each visible GPU.
         engine: how several processes share the work; by default parallel.engine.
-        resume: goes on from the latest checkpoint.
+        resume: continues from the latest checkpoint.
+        callbacks: objects of transformers.TrainerCallback, for a run of one process. They see the steps of
+            the run, not those of the probe before it.
+        progress: a function that is called with each record of metrics.jsonl as it is written, such as
+            {"step": 10, "train/loss": 1.2, ...}; for a run of one process.
+        **keywords: settings by the last part of their names, `max_steps=100`, or with the section where
+            several end so, `eval_limit=20`. In `metrics=["exact_match", my_function]`, a function gets an
+            answer, its reference and the row, and returns a number or a bool.
 
     Raises:
         SftPlayError: the subclass says what kind of error, as the exit codes of `sft-play` do.
     """
     changed = {**({"model.name": str(model)} if model else {}), **by_name(keywords), **_checked(settings)}
     if data is not None:
-        config, changed = _with_rows(config, changed, data), {}
+        # functions that the folder of a run names are not run, so they are given beside the file in it
+        metrics = {name: value for name, value in changed.items() if name == "eval.metrics"}
+        config, changed = _with_rows(config, changed, data), metrics
     if config is None:
         raise ConfigError("nothing to train; give a config, or a model and data=<rows or a path>")
     flags = dict(config=config, processes=processes, engine=engine, resume=resume)
     args = arguments("train", _overrides(changed), **flags)
     with undone():
         set_environment()
-        args.run()
+        hooks = Hooks(_checked_callbacks(callbacks), progress)
+        replace(args, flags={**args.flags, "hooks": hooks}).run()
     output = load_config(args.config, args.overrides).config.output
     return Run(Path(output.dir) / output.name)
+
+
+def evaluate(
+    run: Run | str | Path, *, split: str = "val", limit: int | None = None, **keywords: Any
+) -> Evaluation:
+    """Compares base, trained and merged model of a run on held-out rows, as `sft-play eval` does.
+
+    Args:
+        run: a run, its name in the folder `runs`, or its path.
+        split: "val" or "test".
+        limit: the number of answers; by default eval.limit.
+        **keywords: settings as in `train`, such as `metrics=["contains", my_function]`.
+
+    Raises:
+        CheckpointError: there is no such run, or it has no complete weights.
+        ConfigError: the split has no rows, or a value is wrong.
+    """
+    found = RunDir((run if isinstance(run, Run) else load(run)).path)
+    flags = dict(config=found.config, split=split, limit=limit)
+    args = arguments("eval", _overrides(by_name(keywords)), **flags)
+    with undone():
+        set_environment()
+        args.run()
+    written = found.evaluation(split)
+    tree, lines = read_json(written), written.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
+    names = {name: name if name in ("base", "merged") else "generated" for name in tree["models"]}
+    answers = [answers_of(history_text(each["messages"]), each, names) for each in map(json.loads, lines)]
+    return Evaluation({name: Scores.of(each) for name, each in tree["models"].items()}, answers, tree)
 
 
 def load(run: str | Path, *, runs: str | Path = "runs") -> Run:
@@ -195,6 +167,21 @@ def load(run: str | Path, *, runs: str | Path = "runs") -> Run:
     path = find_run(str(run), Path(runs))
     read_run(path)
     return Run(path)
+
+
+def _checked_callbacks(callbacks: Sequence[Any]) -> tuple[Any, ...]:
+    """The callbacks; ConfigError for one that is none."""
+    if not callbacks:
+        return ()
+    from transformers import TrainerCallback
+
+    for callback in callbacks:
+        if not isinstance(callback, TrainerCallback):
+            raise ConfigError(
+                "callbacks: expected objects of transformers.TrainerCallback, found a "
+                f"{type(callback).__name__}; a function of the numbers of a run is progress=<function>"
+            )
+    return tuple(callbacks)
 
 
 def _with_rows(config: str | Path | None, changed: Settings, data: object) -> Path:
@@ -216,7 +203,7 @@ def _checked(settings: Settings | None) -> Settings:
             f"settings: expected a dict by dotted name, such as {{'train.epochs': 2}} "
             f"(found a {type(settings).__name__})"
         )
-    return settings or {}
+    return {name: with_names(value) for name, value in (settings or {}).items()}
 
 
 def _overrides(settings: Settings) -> list[str]:

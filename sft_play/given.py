@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from sft_play.files import replacing_file, storing, write_atomic
 from sft_play.resources import located
 from sft_play.rows.formats import FORMATS, detect_format
 from sft_play.rows.json_files import Row
-
-FOLDER = ".given"  # of the run's folder; what begins with a dot stays there when a run is moved aside
+from sft_play.runlog import GIVEN
 
 
 def _names(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[str]:
@@ -41,7 +41,26 @@ def by_name(keywords: Mapping[str, Any]) -> dict[str, Any]:
         *_, section, last = name.split(".")
         for keyword in (last, f"{section}_{last}"):
             known.setdefault(keyword, []).append(name)
-    return {_only(keyword, known): value for keyword, value in keywords.items()}
+    return {_only(keyword, known): with_names(value) for keyword, value in keywords.items()}
+
+
+def with_names(value: Any) -> Any:
+    """The value, with module:function in place of functions in a list, as `eval.metrics` has them."""
+    if not isinstance(value, list | tuple):
+        return value
+    return [_name_of(each) if callable(each) else each for each in value]
+
+
+def _name_of(function: Any) -> str:
+    """The name by which a function is found again; ConfigError if it is not one of a module or script."""
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__name__", type(function).__name__)
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise ConfigError(
+            f"metrics: {name} of {module} is not found by that name, and a run keeps the names of its "
+            "metrics; give a function that a `def` in a module, a script or a notebook defines"
+        )
+    return f"{module}:{name}"
 
 
 def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
@@ -73,8 +92,8 @@ def write_given(
     """
     settings = {"output.dir": str(folder.parent), "output.name": folder.name, **settings}
     with storing(folder, "Set output_dir=<folder>"):
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        settings["data.train_path"] = str(_rows_file(data, settings, folder / FOLDER))
+        (folder / GIVEN).mkdir(parents=True, exist_ok=True)
+        settings["data.train_path"] = str(_rows_file(data, settings, folder / GIVEN))
         tree: dict[str, Any] = {"include": str(located(Path(config)).resolve())} if config else {}
         for name, value in settings.items():
             *sections, last = name.split(".")
@@ -82,7 +101,7 @@ def write_given(
             for section in sections:
                 place = place.setdefault(section, {})
             place[last] = os.fspath(value) if isinstance(value, os.PathLike) else value
-        written = folder / FOLDER / "run.yaml"
+        written = folder / GIVEN / "run.yaml"
         write_atomic(written, yaml.safe_dump(tree, sort_keys=False))
     return written
 

@@ -19,6 +19,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.errors import DoesNotFitError, LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import code_commit, installed_versions
+from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.base_files import keep_base_files
@@ -55,6 +56,7 @@ class Job:
     plan: Plan
     ranks: RankEnvironment = SINGLE_PROCESS
     checkpoint: Path | None = None  # what the run resumes from
+    hooks: Hooks = NO_HOOKS  # of a script that trains in this process
 
     @property
     def config(self) -> RunConfig:

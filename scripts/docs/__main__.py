@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.architectures import GUIDE, guide, read_outcomes
 from benchmarks.markdown import ROOT
 from scripts.docs.config_reference import reference
+from scripts.docs.python_reference import python_reference
 from scripts.docs.tables import MARKED, filled
 from sft_play.config.load import json_schema
 from sft_play.engines.deepspeed import OF_STAGE, config_file, configuration
@@ -15,6 +16,7 @@ def pages() -> dict[Path, str]:
     """Each generated file and its text. The cookbook is written by `make cookbook`, which takes minutes."""
     found = {
         ROOT / "docs" / "reference" / "config.md": reference(),
+        ROOT / "docs" / "reference" / "python.md": python_reference(),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2) + "\n",
         **{config_file(stage): json.dumps(configuration(stage), indent=2) + "\n" for stage in OF_STAGE},
         GUIDE: guide(read_outcomes()),

@@ -1,30 +1,29 @@
-"""Scores generated answers against references: exact match, ROUGE-L and chrF. Does not import torch."""
+"""Scores generated answers against references, by the metrics of a config. Does not import torch."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import regex
 
+from sft_play.choices.metrics import METRICS, Metric, normalise
+from sft_play.config.schema import EvalConfig
 from sft_play.errors import ConfigError
 from sft_play.ui.console import warn
 
 PATTERN_SECONDS = 2.0  # for eval.answer_pattern to search a text
-NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 
-# For ASCII text, this matches the same words as the default tokenizer of rouge_score, which drops all other
-# letters, so that answers in Cyrillic or Chinese would score 0. In scripts written without spaces, each
-# character is a word.
-_NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-WORD = re.compile(rf"[{_NO_SPACES}]|[^\W_{_NO_SPACES}]+")
+Scores = dict[str, float | bool | None]  # of one answer, by metric; None where there is nothing to compare
 
 
-def normalise(text: str) -> str:
-    """Collapses whitespace and cleans up a number: `normalise(" 1,234. ")` is "1234"."""
-    folded = " ".join(text.split())
-    number = folded.removesuffix(".")
-    return number.replace(",", "") if NUMBER.fullmatch(number) else folded
+@dataclass(frozen=True)
+class Compared:
+    """What of an answer is compared with what of its reference."""
+
+    answer: str
+    reference: str
+    calls: bool = False  # whether both are calls of tools, which eval.answer_pattern is not for
+    row: Mapping[str, Any] = field(default_factory=dict)  # messages until the reference, tools, source
 
 
 def final_answer(text: str, pattern: regex.Pattern[str] | None) -> str | None:
@@ -66,38 +65,18 @@ def require_answers(references: Sequence[str], pattern: str | None) -> None:
         )
 
 
-class _WordTokenizer:
-    """A tokenizer for rouge_score."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return WORD.findall(text.lower())
+def score_answer(compared: Compared, settings: EvalConfig) -> Scores:
+    """The scores of an answer by the metrics of eval.metrics that are no functions of one's own."""
+    return {name: _score(METRICS[name], compared, settings) for name in settings.metrics if name in METRICS}
 
 
-@dataclass(frozen=True)
-class AnswerScore:
-    """Scores of one answer; exact_match is None if eval.answer_pattern does not match the reference."""
-
-    exact_match: bool | None
-    rouge_l: float
-    chrf: float
-
-
-def score_answers(
-    references: Sequence[str], answers: Sequence[str], pattern: str | None = None
-) -> list[AnswerScore]:
-    """Scores each answer: exact match, ROUGE-L (F1, 0 to 1) and chrF (0 to 100)."""
-    from rouge_score.rouge_scorer import RougeScorer
-    from sacrebleu.metrics import CHRF
-
-    expression = None if pattern is None else regex.compile(pattern)
-    rouge, chrf = RougeScorer(["rougeL"], tokenizer=_WordTokenizer()), CHRF()
-    scores = []
-    for reference, answer in zip(references, answers, strict=True):
-        wanted = final_answer(reference, expression)
-        matched = None if wanted is None else wanted == _generated_answer(answer, expression)
-        rouge_l = rouge.score(reference, answer)["rougeL"].fmeasure
-        scores.append(AnswerScore(matched, float(rouge_l), chrf.sentence_score(answer, [reference]).score))
-    return scores
+def _score(metric: Metric, compared: Compared, settings: EvalConfig) -> float | bool | None:
+    answer, reference = compared.answer, compared.reference
+    if metric.uses_pattern and settings.answer_pattern and not compared.calls:
+        pattern = regex.compile(settings.answer_pattern)  # which keeps what it has compiled
+        wanted, said = final_answer(reference, pattern), _generated_answer(answer, pattern)
+        return None if wanted is None else said is not None and metric.score(said, wanted)
+    return metric.score(answer, reference)
 
 
 def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | None:
@@ -112,17 +91,32 @@ def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | No
         return None
 
 
-def summarise_answers(
-    references: Sequence[str], answers: Sequence[str], scores: Sequence[AnswerScore]
-) -> dict[str, Any]:
-    """Aggregates scores, with a match among them (`require_answers`): means, and sacreBLEU's corpus chrF."""
-    from sacrebleu.metrics import CHRF
+def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) -> dict[str, Any]:
+    """Each metric over all answers, at least one: a mean, or that of the library for a corpus."""
+    found: dict[str, Any] = {"answered_rows": len(scores)}
+    for name in scores[0]:
+        values = [value for each in scores if (value := each[name]) is not None]
+        metric = METRICS.get(name)
+        if metric and metric.of_all:
+            found[name] = metric.of_all(
+                [each.answer for each in compared], [each.reference for each in compared]
+            )
+        else:
+            found[name] = sum(values) / len(values) if values else None
+        if metric and metric.uses_pattern:
+            found[f"{name}_rows"] = len(values)
+    return found
 
-    matched = [score.exact_match for score in scores if score.exact_match is not None]
-    return {
-        "answered_rows": len(scores),
-        "exact_match": sum(matched) / len(matched),
-        "exact_match_rows": len(matched),
-        "rouge_l": sum(score.rouge_l for score in scores) / len(scores),
-        "chrf": CHRF().corpus_score(list(answers), [list(references)]).score,
-    }
+
+def is_right(scores: Scores, names: Sequence[str]) -> bool | None:
+    """Whether an answer is right, by the first of the metrics that says so with a bool; None if none does."""
+    values = (scores.get(name.rpartition(":")[2]) for name in names)
+    return next((value for value in values if isinstance(value, bool)), None)
+
+
+def as_written(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Scores as files have them: those of functions, which may have any name, under "own_metrics"."""
+    functions = [name.rpartition(":")[2] for name in names if ":" in name]
+    own = {name: scores[name] for name in functions if name in scores}
+    rest = {name: value for name, value in scores.items() if name not in own}
+    return {**rest, "own_metrics": own} if own else rest

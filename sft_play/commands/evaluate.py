@@ -6,7 +6,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
-from sft_play.commands.answers import AnswerScore, require_answers, score_answers, summarise_answers
+from sft_play.commands.answers import Scores, as_written, is_right, score_answer, summarise_answers
+from sft_play.commands.judges import judged, judges
 from sft_play.commands.models import merged_model, of_each_model, trained_name
+from sft_play.commands.questions import Question, closing_questions, questions
 from sft_play.config.schema import EvalConfig, RunConfig
-from sft_play.data.chat import prompt_and_answer
 from sft_play.data.prepare import PreparedData
-from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError
 from sft_play.files import storing, write_atomic
 from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import padded_micro_batches
-from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, chat_of, generate_answers, in_batches
+from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches
 from sft_play.model.load import load_data
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights import finished_weights
 from sft_play.report.card import renewed_cards
-from sft_play.report.layout import ending
+from sft_play.report.layout import apart, ending
 from sft_play.report.record import SPLITS, planned_batch
-from sft_play.report.tables import evaluation_table, perplexity
-from sft_play.rows.messages import Message
+from sft_play.report.tables import evaluation_table, perplexity, samples_table
 from sft_play.runlog import RunDir
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import progress_bar
@@ -65,41 +64,6 @@ def score_rows(
     return TokenScore.of(sums)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A row to answer: the messages before its last answer, that answer, and the tokenized prompt."""
-
-    messages: tuple[Message, ...]
-    reference: str
-    ids: list[int]
-
-
-def questions(
-    config: RunConfig,
-    data: PreparedData,
-    split: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    limit: int | None = None,
-) -> list[Question]:
-    """The first `limit` (default: eval.limit) rows of a split that have an answer; plain text has none.
-
-    Raises:
-        ConfigError: eval.answer_pattern matches none of them.
-    """
-    limit = limit or config.eval.limit
-    chat, found = chat_of(config, tokenizer), []
-    for conversation in data.conversations(split):
-        if conversation.text is None:
-            messages, reference = prompt_and_answer(conversation)
-            if messages and reference.strip():
-                prompt = replace(conversation, messages=tuple(messages))
-                found.append(Question(prompt.messages, reference, prompt_ids(chat, prompt)))
-        if len(found) == limit:
-            break
-    require_answers([question.reference for question in found], config.eval.answer_pattern)
-    return found
-
-
 def answer_questions(
     model: torch.nn.Module,
     tokenizer: "PreTrainedTokenizerBase",
@@ -120,15 +84,32 @@ def answer_questions(
 
 def answer_metrics(
     asked: Sequence[Question], answers: Sequence[Answer], settings: EvalConfig
-) -> tuple[dict[str, Any], list[AnswerScore]]:
-    """The metrics over all answers, and the scores of each."""
-    references = [question.reference for question in asked]
-    texts = [answer.text for answer in answers]
-    scores = score_answers(references, texts, settings.answer_pattern)
-    metrics = summarise_answers(references, texts, scores)
+) -> tuple[dict[str, Any], list[Scores]]:
+    """The metrics over all answers, as they are written, and the scores of each."""
+    compared = [question.compared(answer.text) for question, answer in zip(asked, answers, strict=True)]
+    scores = [score_answer(each, settings) for each in compared]
+    for name, judge in judges(settings.metrics).items():
+        for each, value in zip(scores, judged(name, judge, compared), strict=True):
+            each[name] = value
+    metrics = as_written(summarise_answers(compared, scores), settings.metrics)
     metrics["unfinished_answers"] = sum(not answer.finished for answer in answers)
     metrics["max_new_tokens"] = settings.max_new_tokens
     return metrics, scores
+
+
+def samples_of(
+    asked: Sequence[Question], found: Mapping[str, "Measured"], settings: EvalConfig
+) -> list[dict[str, Any]]:
+    """The first questions with the answers of each model as they are compared, and whether they are right."""
+    return [
+        {
+            "prompt": question.shown,
+            "reference": question.reference,
+            **{name: question.compared(one.answers[row].text).answer for name, one in found.items()},
+            "right": {name: is_right(one.judged[row], settings.metrics) for name, one in found.items()},
+        }
+        for row, question in enumerate(asked[: settings.samples])
+    ]
 
 
 def _split_rows(data: PreparedData, split: str) -> "Dataset":
@@ -156,7 +137,7 @@ class Measured:
 
     scores: dict[str, Any]  # loss and answer metrics, as eval.<split>.json has them
     answers: list[Answer]
-    judged: list[AnswerScore]  # the scores of each answer
+    judged: list[Scores]  # of each answer
 
 
 def evaluate_run(
@@ -171,7 +152,7 @@ def evaluate_run(
         The scores of the trained model, and as `models` those of each.
 
     Raises:
-        ConfigError: the split has no rows, or eval.answer_pattern matches none of them.
+        ConfigError: the split has no rows, or the metrics cannot be computed (`questions`).
         CheckpointError: the run has no complete weights.
         DoesNotFitError: memory runs out with a single row.
         StorageError: the results cannot be written.
@@ -195,13 +176,15 @@ def evaluate_run(
             "models": {name: one.scores for name, one in measured.items()},
             "left_out": left_out,
         }
-        others = {name: one.answers for name, one in measured.items() if one is not trained}
         with renewed_cards(config, run):
             run.write_json(run.evaluation(split), result)
         answers_file = run.evaluation(split).with_suffix(".jsonl")
-        _write_answers(answers_file, asked, trained, others)
+        _write_answers(answers_file, asked, config, measured)
         places = ending({"numbers": run.evaluation(split), "answers": answers_file}, [])
-        console().print(evaluation_table(result), "", places)
+        samples = samples_of(asked, measured, config.eval)
+        console().print(
+            apart(evaluation_table(result), *([samples_table(samples)] if samples else []), places)
+        )
     return result
 
 
@@ -237,31 +220,26 @@ def _measure(
 
 
 def _write_answers(
-    path: Path, asked: Sequence[Question], trained: Measured, others: Mapping[str, Sequence[Answer]]
+    path: Path, asked: Sequence[Question], config: RunConfig, measured: Mapping[str, Measured]
 ) -> None:
     """Writes a line for each question: the answer of the trained model, its scores, and the other answers."""
-    lines = ""
-    for row, (question, answer) in enumerate(zip(asked, trained.answers, strict=True)):
+    lines, trained, metrics = "", trained_name(config), config.eval.metrics
+    names = {name: "generated" if name == trained else name for name in measured}
+    for row, question in enumerate(asked):
+        answer = measured[trained].answers[row]
         record = {
             "messages": list(question.messages),
             "reference": question.reference,
             "generated": answer.text,
             "finished": answer.finished,
             "tokens": answer.tokens,
-            **asdict(trained.judged[row]),
-            **{name: answers[row].text for name, answers in others.items()},
+            **as_written(measured[trained].judged[row], metrics),
+            **{key: measured[name].answers[row].text for name, key in names.items()},
+            "right": {key: is_right(measured[name].judged[row], metrics) for name, key in names.items()},
         }
         lines += json.dumps(record, ensure_ascii=False) + "\n"
     with storing(path, "Free some space, or set output.dir=<folder>"):
         write_atomic(path, lines)
-
-
-def closing_questions(
-    config: RunConfig, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[str, list[Question]]:
-    """The split that answers are generated for at the end of a run, test if there is one, and `questions`."""
-    split = "test" if data.test is not None and len(data.test) else "val"
-    return split, questions(config, data, split, tokenizer)
 
 
 def before_after(
@@ -270,28 +248,19 @@ def before_after(
     """Compares generated answers before and after training, on at most eval.limit rows of test (else val).
 
     Returns:
-        {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after"}]}; None
-        if no held-out row has an answer.
+        {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after", "right":
+        {"before", "after"}}]}; None if no held-out row has an answer.
     """
     split, asked = closing_questions(config, data, tokenizer)
     if not asked:
         return None
 
-    def answer(name: str, model: torch.nn.Module) -> list[Answer]:
-        return answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
+    def measure(name: str, model: torch.nn.Module) -> Measured:
+        answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
+        metrics, judged = answer_metrics(asked, answers, config.eval)
+        return Measured({**metrics, "split": split}, answers, judged)
 
-    before, after = of_each_model(config, finished_weights(config, run), answer).values()
-    samples = [
-        {
-            "prompt": question.messages[-1]["content"],
-            "reference": question.reference,
-            "before": before[row].text,
-            "after": after[row].text,
-        }
-        for row, question in enumerate(asked[: config.eval.samples])
-    ]
-    return {
-        "before": {**answer_metrics(asked, before, config.eval)[0], "split": split},
-        "after": {**answer_metrics(asked, after, config.eval)[0], "split": split},
-        "samples": samples,
-    }
+    found = of_each_model(config, finished_weights(config, run), measure).values()
+    when = dict(zip(("before", "after"), found, strict=True))
+    samples = samples_of(asked, when, config.eval)
+    return {**{name: one.scores for name, one in when.items()}, "samples": samples}

@@ -20,6 +20,7 @@ from sft_play.commands.command_line import (
     number,
     switch,
 )
+from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
@@ -131,6 +132,7 @@ def train(
     node_rank: str | None,
     master_addr: str | None,
     master_port: str | None,
+    hooks: Hooks = NO_HOOKS,
 ) -> int:
     """Train, in one process or in several through accelerate."""
     from sft_play.launch.nodes import read_nodes
@@ -147,7 +149,9 @@ def train(
         from sft_play.commands.train import train_command
     runs = Path(resolved.config.output.dir)
     with while_training(runs) if tensorboard else nullcontext():
-        train_command(resolved, processes=processes, engine=engine, resume=resume, nodes=machines)
+        train_command(
+            resolved, processes=processes, engine=engine, resume=resume, nodes=machines, hooks=hooks
+        )
     return 0
 
 
@@ -216,10 +220,13 @@ def studio(args: Arguments, runs: Path) -> int:
 def evaluate(args: Arguments, split: str, limit: int | None) -> int:
     """Compare base, adapter and merged model on held-out rows."""
     what = f"each model's loss on all rows of the {split} split, and its answers to some of them"
-    run = finished_run(announce(args, what))
+    resolved = announce(args, what)
+    run = finished_run(resolved)
     with importing():
         from sft_play.commands.evaluate import evaluate_run
+        from sft_play.commands.judges import require_given
         from sft_play.commands.report import try_report
+    require_given(resolved)
     result = evaluate_run(loaded_config(args), run, split, limit)
     try_report(run)
     return end(args, result, then=["infer", *(["merge"] if result["left_out"] else [])], run=run)

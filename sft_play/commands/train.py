@@ -6,14 +6,17 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.builtin.demo import materialise
+from sft_play.commands.judges import require_given
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
+from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate_config import CPU_PROCESSES
 from sft_play.launch.link import Link
@@ -36,12 +39,19 @@ MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has
 
 
 def train_command(
-    resolved: ResolvedConfig, *, processes: int, engine: str | None, resume: bool, nodes: Nodes
+    resolved: ResolvedConfig,
+    *,
+    processes: int,
+    engine: str | None,
+    resume: bool,
+    nodes: Nodes,
+    hooks: Hooks = NO_HOOKS,
 ) -> None:
     """Prepares, plans, trains, compares and reports.
 
     `processes` counts those of this machine (0: one per visible GPU, or two on the CPU); `engine` is
-    parallel.engine for this run; with `resume`, it goes on from the latest checkpoint.
+    parallel.engine for this run; with `resume`, it goes on from the latest checkpoint. `hooks` are for one
+    process.
 
     Raises:
         ConfigError: settings, flags or environment are invalid; further errors as in `train` and `launch`.
@@ -57,7 +67,7 @@ def train_command(
     with (
         ended_by_signals(),
         connected_machines(nodes) as link,
-        opened_job(resolved, processes, nodes) as job,
+        opened_job(resolved, processes, nodes, hooks) as job,
         end_reported(job.run, job.config, here=not nodes.rank),
     ):
         train_job(job, link)
@@ -113,7 +123,9 @@ def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> Re
 
 
 @contextmanager
-def opened_job(resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE) -> Iterator[Job]:
+def opened_job(
+    resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE, hooks: Hooks = NO_HOOKS
+) -> Iterator[Job]:
     """The job of a config, whose data and plan it prints, with the run directory locked within this context.
 
     `processes` counts those of this machine (0: one per visible GPU, or two on the CPU); the job is that of
@@ -129,14 +141,22 @@ def opened_job(resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE) -
             "(--processes). Launch scripts/train_distributed.py with torchrun, or unset WORLD_SIZE"
         )
     require_packages(resolved.config)
+    if resolved.config.eval.generate:
+        require_given(resolved)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run, nodes.rank), quiet_libraries(run.log):
         with importing_libraries():
-            from sft_play.commands.evaluate import closing_questions
+            from sft_play.commands.questions import closing_questions
             from sft_play.data import show
 
         processes = (processes or len(detect().gpus) or CPU_PROCESSES) * nodes.count
+        if hooks and processes > 1:
+            raise ConfigError(
+                f"callbacks and progress are called in this process, but {processes} others would train; "
+                "leave them out, or set processes=1. metrics.jsonl of the run has the same numbers"
+            )
         job = prepare_job(materialise(resolved), processes=processes, machines=nodes.count)
+        job = replace(job, hooks=hooks)
         if job.config.eval.generate:
             closing_questions(job.config, job.data, job.tokenizer)  # reports mistakes before training
         console().print(show.table(job.data), "", plan_summary(job.plan.to_json()), "")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from sft_play.choices.metrics import DEFAULT
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
@@ -18,6 +19,7 @@ from sft_play.config.values import (
     Count,
     Expression,
     Fraction,
+    Metrics,
     ModuleName,
     PathText,
     PositiveFloat,
@@ -132,9 +134,13 @@ class EvalConfig(Section):
     batch_size: AutoOrCount = "auto"
     """Rows per forward pass. auto: as many as in a micro-batch of the plan (8 for generation)."""
     limit: Count = 100
-    """Number of rows to generate answers for; loss and token accuracy always use all rows."""
+    """Number of answers to generate: the last one of each row, and its calls of tools. Loss and token
+    accuracy always use all rows."""
     max_new_tokens: Count = 256
     """Maximum length of a generated answer in tokens."""
+    metrics: Metrics = DEFAULT
+    """What answers are judged by: exact_match, rouge_l, chrf, token_f1, contains, or a function of your own
+    as module:function. The first of them that is true or false marks an answer as right or wrong."""
     answer_pattern: Expression | None = None
     """Regular expression for exact match: the first group of its last match is compared, e.g. '####
     *(\\S+)'. Default: compare whole answers, with whitespace normalized."""

@@ -5,8 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
 
+from sft_play.choices.metrics import METRICS
+
 LONGEST_NAME = 255  # bytes of the name of a file
 SHOWN = 60  # characters of a word in a message
+OWN_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 
 
 def _reject_bool(value: object) -> object:
@@ -69,6 +72,22 @@ def _distinct_words(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
+def _metrics(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if value not in METRICS and not OWN_METRIC.fullmatch(value):
+            raise ValueError(
+                f"{value[:SHOWN]!r} is no metric; expected {', '.join(METRICS)}, or a function of yours as "
+                "module:function"
+            )
+    names = [value.rpartition(":")[2] for value in values]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(f"two metrics are called {twice}; rename your function")
+    if not values:
+        raise ValueError("expected at least one metric; eval.generate=false does without answers")
+    return values
+
+
 def _usable_path(value: str) -> str:
     longest = max(len(part.encode()) for part in value.split("/"))
     if "\0" in value or longest > LONGEST_NAME:
@@ -80,6 +99,7 @@ PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
 ModuleName = Annotated[str, AfterValidator(_module_name)]
 Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
+Metrics = Annotated[Words, AfterValidator(_metrics)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool_or_auto)]
 AutoOrAmount = Annotated[
     PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool_or_auto)

@@ -95,19 +95,6 @@ def marked(chat: Chat, conversation: Conversation) -> Conversation:
     return chat.controls.marked(conversation) if chat.controls else conversation
 
 
-def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
-    """The prompt and the reference for evaluation: the messages before the last answer, and its text.
-
-    An answer that the row excludes from the loss is no reference.
-    """
-    last = max(
-        index
-        for index, message in enumerate(conversation.messages)
-        if message["role"] == "assistant" and index not in conversation.untrained
-    )
-    return list(conversation.messages[:last]), conversation.messages[last]["content"]
-
-
 def render_rows(chat: Chat, conversations: Sequence[Conversation]) -> list[list[RenderedRow]]:
     """The rendered rows of each conversation; the module docstring explains when there are several.
 
@@ -180,6 +167,28 @@ def supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
         if role == "assistant" and index >= first and index not in excluded
     ]
     return turns[-1:] if chat.supervise == "last" else turns
+
+
+def asked_turns(chat: Chat, conversation: Conversation) -> list[int]:
+    """Indices of the answers that are asked for in an evaluation: the last one, and those that call tools."""
+    turns = supervised_turns(chat, conversation)
+    return [turn for turn in turns if turn == turns[-1] or "tool_calls" in conversation.messages[turn]]
+
+
+def answer_text(chat: Chat, conversation: Conversation, turn: int) -> str | None:
+    """What the chat template has a model write for messages[turn], without the token that ends it.
+
+    None if that does not follow a prompt.
+    """
+    until = conversation.messages[: turn + 1]
+    try:
+        own = render(chat.tokenizer, conversation, until)
+        prompt = render(chat.tokenizer, conversation, until[:-1], prompt=True)
+        start = _start_of_answer(conversation, turn, own, prompt)
+    except DataError:
+        return None
+    answer = own[start : _end_of_turn(chat, own)]
+    return answer.removesuffix(next(filter(answer.endswith, chat.end_tokens), ""))
 
 
 def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> Renderings:

@@ -74,7 +74,8 @@ def load_chat_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def chat_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Chat:
     """The settings for prompts of a run, whose chat template the tokenizer has."""
-    return with_control_tokens(make_chat(tokenizer, config.data.supervise), config.data.control_tokens)
+    chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
+    return with_control_tokens(chat, config.data.control_tokens)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

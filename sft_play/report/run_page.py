@@ -17,19 +17,21 @@ from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_o
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.table import Table
 from sft_play.report.tables import (
-    METRICS,
     MISSING,
     NOT_RECORDED,
     NOT_YET,
     formatted,
     harness_table,
+    mark,
     metric_table,
+    metric_values,
     said_of,
     step_line,
     step_seconds,
     unfinished_note,
     weights_step,
 )
+from sft_play.rows.calls import history_text
 from sft_play.spelling import as_typed
 from sft_play.units import capitalized, counted, format_bytes, format_count, format_duration
 
@@ -191,12 +193,8 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
         _number("training loss", summary.get("train_loss"), "{:.4f}".format),
     ]
     for when in ("before", "after"):
-        scores = run.scores(when)
-        found += [
-            _number(f"{label}, {when}", scores[key], form)
-            for key, (label, form) in METRICS.items()
-            if scores.get(key) is not None
-        ]
+        scores = metric_values({when: run.scores(when)})
+        found += [_number(f"{label}, {when}", value, form) for label, form, (value,) in scores]
     return [
         *found,
         _number(f"peak memory, {run.memory_origin}", run.predicted_peak_bytes, format_bytes),
@@ -329,10 +327,11 @@ def _answers(run: RunRecord) -> Iterator[Block]:
         found = [_sample(sample["prompt"], sample, names) for sample in samples]
         yield Samples("Before and after training", found)
     for split, answers in run.answers.items():
-        found = [_sample(answer["messages"][-1]["content"], answer, ANSWERS) for answer in answers]
+        found = [_sample(history_text(answer["messages"]), answer, ANSWERS) for answer in answers]
         if found:
             yield Samples(f"{as_typed('make eval')}, first rows of {split}", found)
 
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
-    return Sample(prompt, [(name, record[key]) for key, name in names.items() if key in record])
+    texts = [(name + mark(key, record), record[key]) for key, name in names.items() if key in record]
+    return Sample(prompt, texts)

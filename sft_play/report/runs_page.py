@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
+from sft_play.choices.metrics import DEFAULT
 from sft_play.config.methods import METHODS
 from sft_play.report.choices import shown
 from sft_play.report.html import Page
@@ -20,7 +21,7 @@ from sft_play.units import counted, format_bytes
 TEMPLATE, ROW = "runs.html.j2", "runs_row.html.j2"
 LOSS = "{:.4f}".format
 NOT_UTF8 = "its name is not UTF-8: rename the folder to open it"
-SCORES = ("exact_match", "rouge_l", "chrf", "token_accuracy")  # from what says most to what says least
+SCORES = (*DEFAULT, "token_accuracy")  # from what says most to what says least
 WORDS = ("run", "status", "model", "method", "engine", "GPU")  # columns of texts
 
 

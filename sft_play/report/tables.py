@@ -6,8 +6,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
+from rich.table import Table as ScreenTable
 from rich.text import Text
 
+from sft_play.choices import metrics as choices
 from sft_play.plan import EARLIER, PROBED
 from sft_play.reasons.choices import group_of, ranks_text
 from sft_play.report.layout import apart, ending
@@ -44,9 +46,7 @@ METRICS: dict[str, tuple[str, Format]] = {
     "loss": ("loss", "{:.4f}".format),
     "perplexity": ("perplexity", _perplexity_text),
     "token_accuracy": ("token accuracy", _percent),
-    "exact_match": ("exact match", _percent),
-    "rouge_l": ("ROUGE-L (0 to 1)", "{:.3f}".format),
-    "chrf": ("chrF (0 to 100)", "{:.1f}".format),
+    **{name: (row.label, row.form.format) for name, row in choices.METRICS.items()},
 }
 # The same for what `make eval` says about the work on each model.
 AMOUNTS: dict[str, tuple[str, Format]] = {
@@ -64,13 +64,24 @@ def formatted(value: object, form: Format) -> str:
         return MISSING
 
 
+def metric_values(columns: Models) -> list[tuple[str, Format, list[Any]]]:
+    """Each metric that a column (name -> scores) has: label, format, and the value in each column."""
+    found = [
+        (label, form, [scores.get(key) for scores in columns.values()])
+        for key, (label, form) in METRICS.items()
+    ]
+    own = [tree if isinstance(tree := each.get("own_metrics"), dict) else {} for each in columns.values()]
+    for name in dict.fromkeys(name for scores in own for name in scores):
+        found.append((str(name), "{:.4g}".format, [scores.get(name) for scores in own]))
+    return [row for row in found if any(value is not None for value in row[2])]
+
+
 def metric_table(columns: Models, name: str = "metric", caption: str = "") -> Table:
-    """The metrics that a column (name -> scores) has, and their values; `name` is the head of the metrics."""
-    rows = []
-    for key, (label, form) in METRICS.items():
-        found = [scores.get(key) for scores in columns.values()]
-        if any(value is not None for value in found):
-            rows.append((label, *(MISSING if value is None else form(value) for value in found)))
+    """The metrics of the columns, and their values; `name` is the head of the metrics."""
+    rows = [
+        (label, *(MISSING if value is None else form(value) for value in values))
+        for label, form, values in metric_values(columns)
+    ]
     return Table((name, *columns), rows, caption)
 
 
@@ -82,8 +93,8 @@ def perplexity(loss: float) -> float:
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """The result of `make eval`: the metrics of each model, and the rows that they were computed on."""
     models = result["models"]
-    rows = []
-    for key, (label, form) in (METRICS | AMOUNTS).items():
+    rows = [*metric_table(models).rows]
+    for key, (label, form) in AMOUNTS.items():
         rows.append((label, *(formatted(scores.get(key), form) for scores in models.values())))
     table = on_screen(Table(("metric", *models), rows))
     tokens = format_count(result["supervised_tokens"])
@@ -127,13 +138,25 @@ def shorten(text: str, limit: int = SAMPLE_CHARACTERS, lines: int = SAMPLE_LINES
     return text if kept == text else f"{kept.rstrip()} ... ({len(text) - len(kept):,} more characters)"
 
 
-def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
-    """Prompt, reference, and the answers before and after training, one block per sample."""
+def mark(name: str, sample: Mapping[str, Any]) -> str:
+    """What follows the name of an answer that is known to be right, or wrong; else ""."""
+    right = sample["right"].get(name) if isinstance(sample.get("right"), dict) else None
+    return {True: ", right", False: ", wrong"}[right] if isinstance(right, bool) else ""
+
+
+def samples_table(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Prompt, reference, and the answers before and after training, or of each model, side by side."""
     blocks: list[RenderableType] = []
-    styles = {"prompt": "", "reference": "", "before": "red", "after": "green"}
+    styles = {", right": "green", ", wrong": "red", "": "dim"}
     for sample in samples:
-        texts = {key: Text(shorten(sample[key]) or "(empty)", styles[key]) for key in styles if key in sample}
-        blocks.append(NamedValues(texts.items()))
+        texts = {name: shorten(text) or "(empty)" for name, text in sample.items() if isinstance(text, str)}
+        asked = [(key, Text(texts.pop(key))) for key in ("prompt", "reference")]
+        answers = ScreenTable(box=None, pad_edge=False, padding=(0, 3, 0, 0), expand=True)
+        for name in texts:
+            said = mark(name, sample)
+            answers.add_column(Text(name + said, styles[said]), ratio=1, overflow="fold")
+        answers.add_row(*map(Text, texts.values()))
+        blocks.append(Group(NamedValues(asked), answers))
     return apart(*blocks)
 
 

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.hooks import Listener
 from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
@@ -32,13 +33,14 @@ class Reporter(TrainerCallback):
         *,
         main: bool,
         flops_share: float | None = None,
+        progress: Listener | None = None,
     ) -> None:
-        """Only the `main` rank prints and writes.
+        """Only the `main` rank prints and writes, and calls `progress` with each record.
 
         `flops_share` of the devices' peak is what a token per second takes; None if the peak is unknown.
         """
         self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
-        self.main, self.flops_share = main, flops_share
+        self.main, self.flops_share, self.progress = main, flops_share, progress
         self.training_seconds = self.waiting_seconds = self._timed_seconds = 0.0
         self.start_seconds: dict[str, float] | None = None  # by part, once a step has begun
         self._free_since = 0.0
@@ -84,6 +86,11 @@ class Reporter(TrainerCallback):
     def _print(self, *parts: str | tuple[str, str]) -> None:
         if self.main:
             self._progress.console.print(Text.assemble(*parts))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        append_metrics(self.run, record)
+        if self.progress:
+            self.progress(record)
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts the progress bar at the current step."""
@@ -175,7 +182,7 @@ class Reporter(TrainerCallback):
             }
             if "router_aux_loss" in logs:
                 record["train/router_aux_loss"] = logs["router_aux_loss"]
-            append_metrics(self.run, record)
+            self._write(record)
         width = len(str(state.max_steps))
         # what a process on the CPU takes is not what is predicted, so it would only confuse
         memory = f"  {format_bytes(peak)}" if self.plan.device == "cuda" else ""
@@ -200,7 +207,7 @@ class Reporter(TrainerCallback):
             scores["loss"] = None
         if self.main:
             record = {f"eval/{name}": value for name, value in scores.items()}
-            append_metrics(self.run, {"step": state.global_step, **record})
+            self._write({"step": state.global_step, **record})
         if scores["loss"] is not None:
             self._print(
                 f"  step {state.global_step}  validation loss ",

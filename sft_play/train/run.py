@@ -94,6 +94,8 @@ def run_steps(session: Session, checkpoint: Path | None) -> tuple[bool, MeteredS
         trainer.begin_phase = both(metered.begin, trainer.begin_phase)
     stop = StopOnSignal()
     trainer.add_callback(stop)
+    for callback in session.job.hooks.callbacks:
+        trainer.add_callback(callback)
     space = SpaceForSaves(session)
     trainer.while_saving = space.while_saving
     trainer.add_callback(space)  # the last one, which sees whether the others want to save

@@ -98,7 +98,15 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
         float8.convert_layers(model)
     if job.plan.compile:
         compile_layers(model)
-    reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
+    reporter = Reporter(
+        job.plan,
+        rows,
+        job.run,
+        meter,
+        main=job.ranks.is_main,
+        flops_share=flops_share(job),
+        progress=job.hooks.progress,
+    )
     dtype = saved_dtype(job.config) if job.config.tuning.mode == "full" else None
     return Session(job, rows, reporter, _make_trainer(job, model, rows, reporter), dtype)
 

@@ -26,7 +26,7 @@ from sft_play.errors import first_line
 from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
-from sft_play.report.tables import METRICS, said_of
+from sft_play.report.tables import METRICS, mark, said_of
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import warn
 from sft_play.units import format_bytes
@@ -226,22 +226,24 @@ def plan_text(plan: Plan) -> str:
 
 
 def show_answers(
-    run: RunDir, step: int, samples: Iterable[Mapping[str, str]], scores: Mapping[str, Mapping[str, Any]]
+    run: RunDir, step: int, samples: Iterable[Mapping[str, Any]], scores: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Adds sample answers, and the scores of answers before and after training, to TensorBoard's files.
 
-    A sample has prompt, reference, and answers before and after the last step; the scores are by "before" and
+    A sample is one of `before_after`; the scores are by "before" and
     "after", and by name.
     """
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(run.tensorboard)) as writer:
         for number, sample in enumerate(samples, start=1):
-            parts = [f"**{name}**\n\n{_literal(text)}" for name, text in sample.items()]
+            texts = {f"{name}{mark(name, sample)}": sample[name] for name in sample if name != "right"}
+            parts = [f"**{name}**\n\n{_literal(text)}" for name, text in texts.items()]
             writer.add_text(f"answers/{number}", "\n\n".join(parts), step)
         for when, at in (("before", 0), ("after", step)):
-            for name, value in scores[when].items():
-                if name in METRICS and value is not None:
+            own = scores[when].get("own_metrics", {})
+            for name, value in {**scores[when], **own}.items():
+                if (name in METRICS or name in own) and value is not None:
                     writer.add_scalar(f"score/{name}", value, at)
 
 

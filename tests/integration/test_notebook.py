@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from sft_play import api
 from sft_play.errors import CheckpointError, ConfigError
@@ -61,6 +62,22 @@ def test_what_is_asked_wrongly_is_an_exception(tmp_path):
         api.fit  # noqa: B018
 
 
+def length(answer, reference, row):
+    """A metric: an answer's length in words; it needs the row's reference."""
+    assert row["messages"][-1]["content"] == reference
+    return len(answer.split())
+
+
+class Steps(TrainerCallback):
+    """Counts the steps that it sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **_):
+        self.seen.append(state.global_step)
+
+
 @pytest.mark.thorough
 def test_rows_of_a_list_are_trained_on_without_a_config(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -70,10 +87,29 @@ def test_rows_of_a_list_are_trained_on_without_a_config(tiny_model, tmp_path, mo
         data=rows,
         max_steps=2,
         effective_batch_size=4,
-        generate=False,
+        eval_limit=2,
+        max_new_tokens=4,
+        val_fraction=0.2,
         chat_template="plain",
+        metrics=["exact_match", length],
+        callbacks=[steps := Steps()],
+        progress=(records := []).append,
     )
     run = api.train(**given, output_name="mine")
+    assert steps.seen == [1, 2] and records == run.metrics  # the probe's steps are not among them
+    assert run.before.answers == 2 and run.before.loss > 0
+    assert set(run.after.metrics) == {"exact_match", "length"} and run.after.metrics["length"] >= 0
+    assert [set(sample.right) for sample in run.samples] == [{"before", "after"}] * 2
+    with pytest.raises(
+        ConfigError, match="names .*:length, and code that the folder of a run names is run only"
+    ):
+        api.evaluate("mine", limit=1)
+    found = api.evaluate(run, limit=1, metrics=[length])
+    assert found.models["adapter"].metrics["length"] == len(found.answers[0].texts["adapter"].split())
+    assert found.answers[0].right == {"base": None, "adapter": None} and set(found.models) == {
+        "base",
+        "adapter",
+    }
     assert run.path == Path("runs/mine") and run.summary["status"] == "done"
     assert (run.weights / "adapter_model.safetensors").is_file()
     assert api.train(**given, output_name="mine", resume=True).summary == run.summary  # it is finished

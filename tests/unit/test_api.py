@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import sft_play.api as sft
+from scripts.docs.python_reference import python_reference
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.given import by_name, write_given
@@ -120,3 +121,37 @@ def test_rows_without_a_model_or_nothing_at_all_are_refused(tmp_path, monkeypatc
         sft.train(data=ROWS)
     with pytest.raises(ConfigError, match="nothing to train; give a config, or a model and data="):
         sft.train(model="m")
+
+
+def judge(answer, reference, row):
+    return True
+
+
+def test_functions_are_settings_by_the_names_by_which_they_are_found_again():
+    assert by_name({"metrics": ["contains", judge]}) == {"eval.metrics": ["contains", f"{__name__}:judge"]}
+    assert sft._checked({"eval.metrics": (judge,)}) == {"eval.metrics": [f"{__name__}:judge"]}
+    for unnamed in (lambda answer, reference, row: True, judge.__get__(1), object.__eq__):
+        with pytest.raises(ConfigError, match="is not found by that name, .* defines"):
+            by_name({"metrics": [unnamed]})
+
+
+def test_what_is_called_in_this_process_is_refused_for_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="called in this process, but 2 others would train; leave them out, or"
+    ):
+        sft.train("configs/demo.yaml", processes=2, progress=print)
+    with pytest.raises(
+        ConfigError, match="expected objects of transformers.TrainerCallback, found a builtin_fun"
+    ):
+        sft.train("configs/demo.yaml", callbacks=[print])
+
+
+def test_the_page_of_the_api_has_every_function_and_field_with_its_meaning():
+    page = python_reference()
+    for heading in ("plan", "train", "evaluate", "load", "Planned", "Scores", "Answers", "Evaluation", "Run"):
+        assert f"\n## {heading}\n" in page
+    assert "| `loss` | `float or None` | Mean over supervised tokens, in nats. |" in page
+    assert "- `callbacks`: objects of transformers.TrainerCallback" in page
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 15 and all(len(row) == 3 and row[2].strip(" |") for row in rows)

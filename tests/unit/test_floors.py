@@ -21,7 +21,7 @@ FLOORS = [
     ["choices", "parts", "rows"],
     ["fingerprints"],
     ["config", "cache", "manifest"],
-    ["plan", "runlog", "ui", "work"],
+    ["hooks", "plan", "runlog", "ui", "work"],
     ["reasons", "timeline", "upstream"],
     ["engines"],
     ["machine", "model.attention_table", "hub", "libraries"],
@@ -40,7 +40,7 @@ FLOORS = [
     ["job"],
     ["train"],
     ["commands"],
-    ["cli", "given"],
+    ["cli", "given", "results"],
     ["api"],
     ["__main__", "scripts"],
 ]  # fmt: skip

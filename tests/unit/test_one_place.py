@@ -8,16 +8,18 @@ import pytest
 
 from sft_play.choices.engines import TRAITS
 from sft_play.choices.kernels import LAYERS
+from sft_play.choices.metrics import METRICS
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.model.families import FAMILIES
 from sft_play.rows.formats import FORMATS
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "sft_play"
-ORDINARY = {"none", "text", "messages", "library"}  # words of many other things, too
+ORDINARY = {"none", "text", "messages", "library", "contains"}  # words of many other things, too
 TABLES = {
     "choices/engines.py": TRAITS,
     "choices/kernels.py": LAYERS,
+    "choices/metrics.py": METRICS,
     "choices/optimizers.py": OPTIMIZERS,
     "model/families.py": FAMILIES,
     "rows/formats.py": FORMATS,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.data.chat import UNSTOPPED, make_chat, prompt_and_answer, render_rows
+from sft_play.data.chat import UNSTOPPED, answer_text, asked_turns, make_chat, render_rows
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED, encode
 from sft_play.errors import ConfigError, DataError
@@ -364,8 +364,10 @@ def test_a_tokenizer_without_offsets_is_refused():
         make_chat(Slow(), "assistant")
 
 
-def test_prompt_and_answer_split_before_the_last_answer():
-    assert prompt_and_answer(TWO_TURNS) == (list(TWO_TURNS.messages[:3]), "Five it is.")
+def test_the_last_answer_is_asked_for_and_is_what_the_template_writes_after_its_prompt(make_tokenizer):
+    chat = make_chat(make_tokenizer(CHATML), "assistant")
+    assert asked_turns(chat, TWO_TURNS) == [3]
+    assert answer_text(chat, TWO_TURNS, 3) == "Five it is."
 
 
 def test_marks_decide_also_where_the_prompt_ends_otherwise_than_the_history(make_tokenizer):

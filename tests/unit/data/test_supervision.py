@@ -2,7 +2,7 @@
 
 import pytest
 
-from sft_play.data.chat import make_chat, prompt_and_answer
+from sft_play.data.chat import asked_turns, make_chat
 from sft_play.data.tokens import encode
 from sft_play.data.workers import conversation_from_json, conversation_to_json
 from sft_play.errors import DataError
@@ -68,8 +68,10 @@ def test_text_after_the_last_turn_with_loss_is_left_out(make_tokenizer):
 
 def test_last_is_the_last_turn_that_is_not_excluded(make_tokenizer):
     conversation = three_turns({}, {}, {"train": False})
-    assert learned(make_tokenizer(CHATML), conversation, "last") == ["Five it is.<|im_end|>"]
-    assert prompt_and_answer(conversation)[1] == "Five it is."
+    tokenizer = make_tokenizer(CHATML)
+    assert learned(tokenizer, conversation, "last") == ["Five it is.<|im_end|>"]
+    (asked,) = asked_turns(make_chat(tokenizer, "assistant"), conversation)
+    assert conversation.messages[asked]["content"] == "Five it is."
 
 
 def test_a_conversation_without_a_turn_to_learn_gives_no_row(make_tokenizer):

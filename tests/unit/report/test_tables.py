@@ -102,8 +102,8 @@ def test_evaluation_table_says_what_must_be_known_to_compare_the_columns():
 
 
 def test_a_metric_that_was_not_measured_reads_as_not_available():
-    models = {"adapter": {key: value for key, value in SCORES.items() if key != "chrf"}}
-    assert "chrF (0 to 100) n/a" in evaluation_lines(models=models)
+    models = {"base": {key: value for key, value in SCORES.items() if key != "chrf"}, "adapter": SCORES}
+    assert "chrF (0 to 100) n/a 55.8" in evaluation_lines(models=models)
     assert "chrF" not in str(metric_table({"before": {"loss": 1.0}, "after": {"loss": 0.5}}).rows)
 
 
@@ -170,6 +170,23 @@ def test_answers_are_shown_as_they_are_and_never_read_as_markup():
     text = shown(samples_table(SAMPLES))
     assert "[bold]2[/bold]" in text
     assert "(empty)" in text
+
+
+def test_answers_stand_side_by_side_with_what_is_right_and_wrong():
+    sample = {"prompt": "q", "reference": "b", "base": "a", "adapter": "b", "merged": "b"}
+    right = {"base": False, "adapter": True, "merged": None}
+    lines = [
+        " ".join(line.split()) for line in shown(samples_table([{**sample, "right": right}])).splitlines()
+    ]
+    assert lines == ["prompt q", "reference b", "base, wrong adapter, right merged", "a b b"]
+
+
+def test_functions_of_ones_own_have_rows_beside_the_metrics():
+    models = {
+        "base": SCORES | {"own_metrics": {"polite": 0.25}},
+        "adapter": SCORES | {"own_metrics": "damaged"},
+    }
+    assert "polite 0.25 n/a" in evaluation_lines(models=models)
 
 
 def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command():
