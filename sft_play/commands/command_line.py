@@ -77,9 +77,9 @@ PROGRAM = _Grouped(
     epilog="""\b
 Examples:
   sft-play demo                                    a whole run, without a GPU
-  sft-play plan --model qwen3-8b --gpu "RTX 4090"  how it would be trained
+  sft-play plan --model qwen3-8b --gpu "RTX 4090"  what fits, and how fast
   sft-play init                                    a config to start from
-  sft-play train --config my.yaml train.epochs=1   with a setting changed
+  sft-play train --config my.yaml train.epochs=1   with one setting overridden
 \b
 Completion in bash (or zsh, fish):
   eval "$(_SFT_PLAY_COMPLETE=bash_source sft-play)"

@@ -31,7 +31,7 @@ def memory_check(args: Arguments) -> int:
 @command("device-profile", config=False, as_json=True, prints=True)
 @switch("--again", "measure again")
 def device_profile(args: Arguments, again: bool) -> int:
-    """Show what operations cost on this device; they are measured the first time."""
+    """Show how fast operations are on this device; measures them the first time."""
     from sft_play.report.profile import profile_report
 
     with importing():
@@ -63,7 +63,7 @@ def config_schema(args: Arguments) -> int:
 
 @command("clean-cache", config=False)
 def clean_cache(args: Arguments) -> int:
-    """Remove what can be found out again: tokenized rows, traces, measurements, built-in models."""
+    """Remove caches: tokenized rows, traces, measurements, built-in models."""
     from sft_play.cache import cache_dir, clear, project_dir
     from sft_play.units import format_bytes
 

@@ -30,7 +30,10 @@ INTRODUCTION = (
 
 @dataclass(frozen=True)
 class Field:
-    """A choice of the form: its name in the address and for people, values with texts, the chosen one."""
+    """A choice of the form: its name in the address and for people, values with texts, the chosen one.
+
+    Without values, it is a number that may be left out.
+    """
 
     name: str
     title: str
@@ -62,6 +65,11 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
         ("step, predicted", by_duration(plan, plan.get("step_seconds"), format_duration)),
         ("engine", engine_label(plan)),
     ]
+    if plan.get("gpu_hours"):  # of rows that are known
+        seconds, cost = plan["step_seconds"] * plan["total_steps"], plan.get("cost")
+        tiles.append(("total time, predicted", by_duration(plan, seconds, format_duration)))
+        if cost is not None:
+            tiles.append(("cost, predicted", by_duration(plan, cost, "{:,.2f}".format)))
     if memory:
         needed, budget = memory.get("process_bytes") or memory["peak_bytes"], memory["budget_bytes"]
         tiles.insert(0, (f"memory of a {unit}, predicted", f"{format_bytes(needed)} ({needed / budget:.0%})"))

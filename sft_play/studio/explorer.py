@@ -1,5 +1,6 @@
 """The plan explorer: choices in, the page of a plan out, or one that says that it is being made."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,13 @@ from sft_play.units import counted, format_duration
 ASKED_S = 2  # how often a page asks whether its plan is there
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 FIRST = {"model": "Qwen/Qwen3-8B", "gpu": "NVIDIA GeForce RTX 4090", "gpus": "", "method": "lora"}
+NUMBERS = {
+    "rows": "Rows",
+    "tokens": "Tokens of a median row",
+    "context": "Tokens of the longest row",
+    "price": "Price of a GPU hour",
+}
+NUMBER = re.compile(r"\d{1,9}(\.\d{1,4})?")
 FEWEST = "the fewest that fit"
 EACH_GPU = "each common GPU"
 NO_METHOD = "Each method is planned for each common GPU alone; choose one of them for this GPU."
@@ -31,12 +39,16 @@ def explore(
         Forbidden: it would start work, which it may not.
     """
     choices = _choices()
-    unknown = [name for name, value in chosen.items() if value not in dict(choices.get(name, []))]
+    values = dict(chosen)
+    if "model" in values:
+        values["model"] = _meant(values["model"], [name for name, _ in choices["model"]])
+    unknown = [name for name in chosen if not _is_choice(name, values[name], choices)]
     if unknown:
         raise BadRequest(f"the plan explorer has no choice {unknown[0]}={chosen[unknown[0]]}")
-    values = FIRST | dict(chosen)
+    values = {**FIRST, **dict.fromkeys(NUMBERS, ""), **values}
     titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
     fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]
+    fields += [Field(name, title, (), values[name]) for name, title in NUMBERS.items()]
     more: dict[str, Any] = {"fields": fields, "problem": "", "seconds": 0}
     if not chosen:
         return question_page(), TEMPLATE, more
@@ -47,6 +59,7 @@ def explore(
         gpu=values["gpu"] or None,
         gpus=int(values["gpus"]) if values["gpus"] else None,
         method=values["method"] or None,
+        **{name: values[name] or None for name in NUMBERS},
     )
     if not may_start and not planner.known(question):
         raise Forbidden("another site led here; open the plan explorer and press Plan")
@@ -60,6 +73,20 @@ def explore(
         problem = f"{found.problem}\n\nThe same in a shell: {question.command}"
         return question_page(), TEMPLATE, more | {"problem": problem}
     return _answered(found, question), TEMPLATE, more
+
+
+def _meant(typed: str, models: Iterable[str]) -> str:
+    """The model of this name or last part, or the only one with it in its name; as typed if there is none."""
+    low, names = typed.lower(), {name.lower(): name for name in models}
+    ends = [name for name in names if name.rpartition("/")[2] == low]
+    found = [low] if low in names else ends or [name for name in names if low in name]
+    return names[found[0]] if len(found) == 1 else typed
+
+
+def _is_choice(name: str, value: str, choices: Mapping[str, list[tuple[str, str]]]) -> bool:
+    if name in NUMBERS:
+        return not value or bool(NUMBER.fullmatch(value))
+    return value in dict(choices.get(name, []))
 
 
 def _answered(found: Answer, question: Question) -> Page:

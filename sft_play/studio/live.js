@@ -15,7 +15,7 @@ function keep(old, fresh) {
     return [...old.querySelectorAll(selector)].map((one, index) => [one, found[index]]).filter(([, other]) => other);
   };
   for (const [one, other] of pairs("details")) other.open = one.open;
-  for (const [one, other] of pairs("select")) other.value = one.value;
+  for (const [one, other] of pairs("select, input:not([type=checkbox])")) other.value = one.value;
   const marked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
   for (const box of fresh.querySelectorAll("input")) box.checked = marked.has(box.value);
   const focused = pairs(FOCUSABLE).find(([one]) => one === document.activeElement);

@@ -34,22 +34,33 @@ class Question:
     gpu: str | None = None
     gpus: int | None = None
     method: str | None = None
+    rows: str | None = None  # numbers, as they were typed
+    tokens: str | None = None  # of the median row
+    context: str | None = None  # tokens of the longest row
+    price: str | None = None  # of a GPU hour
 
     @property
     def arguments(self) -> list[str]:
         """Those of `sft-play`."""
-        named = {"--gpu": self.gpu, "--gpus": self.gpus}
+        named = {"--gpu": self.gpu, "--gpus": self.gpus, "--rows": self.rows, "--tokens": self.tokens}
+        named |= {"--gpu-hour": self.price}
         flags = [word for name, value in named.items() if value for word in (name, str(value))]
         return ["plan", "--model", self.model, *flags, "--json", *self._settings]
 
     @property
     def _settings(self) -> list[str]:
-        return [f"tuning.mode={self.method}"] if self.method else []
+        return [f"tuning.mode={self.method}"] * bool(self.method) + self._length
+
+    @property
+    def _length(self) -> list[str]:
+        return [f"model.max_seq_len={self.context}"] * bool(self.context)
 
     @property
     def command(self) -> str:
         """What answers the same in a shell."""
         named = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus, "MODE": self.method}
+        named |= {"ROWS": self.rows, "TOKENS": self.tokens, "GPU_HOUR": self.price}
+        named |= {"ARGS": " ".join(self._length)}
         settings = (f"{name}={shlex.quote(str(value))}" for name, value in named.items() if value)
         return as_typed(" ".join(["make plan", *settings]))
 

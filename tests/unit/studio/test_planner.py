@@ -57,6 +57,14 @@ def test_a_question_is_the_command_that_a_person_types():
     assert " ".join(question.arguments) == (
         "plan --model Qwen/Qwen3-8B --gpu NVIDIA GeForce RTX 4090 --gpus 2 --json tuning.mode=qlora"
     )
+    costly = Question("m", "g", 1, "lora", rows="5000", tokens="900", context="4096", price="2.5")
+    assert costly.command == (
+        "make plan MODEL=m GPU=g NGPU=1 MODE=lora ROWS=5000 TOKENS=900 GPU_HOUR=2.5 ARGS=model.max_seq_len=4096"
+    )
+    assert costly.arguments[3:] == [
+        *("--gpu", "g", "--gpus", "1", "--rows", "5000", "--tokens", "900", "--gpu-hour", "2.5", "--json"),
+        *("tuning.mode=lora", "model.max_seq_len=4096"),
+    ]
     assert Question("m").command == "make plan MODEL=m" and Question("m").arguments == [
         "plan",
         "--model",
@@ -127,17 +135,38 @@ def test_a_page_says_that_a_plan_is_being_made_and_asks_again(planners, tmp_path
     planner = planners(SLEEP)
     code, text = page(planner, tmp_path, f"?{FORM}")
     assert code == 200 and "Planning" in text and 'data-seconds="2"' in text
-    assert '<option value="qlora" selected>' in text
+    assert '<option value="qlora" selected>' in text and '<progress class="share"' in text
     page(planner, tmp_path, f"?{FORM.replace('gpus=1', 'gpus=2')}")
     assert "1 other plan first." in page(planner, tmp_path, f"?{FORM.replace('gpus=1', 'gpus=2')}")[1]
 
 
 @pytest.mark.parametrize(
-    "wrong", ["model=../x", "gpu=abacus", "gpus=3", "gpus=-1", "method=magic", "other=1"]
+    "wrong",
+    [
+        "model=../x",
+        "gpu=abacus",
+        "gpus=3",
+        "gpus=-1",
+        "method=magic",
+        "other=1",
+        "rows=-1",
+        "rows=--help",
+        "price=x",
+        "context=1e5",
+    ],
 )
 def test_only_choices_of_the_form_are_taken(planners, tmp_path, wrong):
     code, text = page(planners(SLEEP), tmp_path, f"?{FORM}&{wrong}" if "other" in wrong else f"?{wrong}")
     assert code == 400 and "The plan explorer has no choice" in text and children() == []
+
+
+def test_a_part_of_a_name_is_enough_if_one_model_has_it(planners, tmp_path):
+    planner = planners("import sys; sys.exit(str(sys.argv[1:]))")
+    question = Question("Qwen/Qwen3-8B", "NVIDIA L4", 1, "lora", rows="50", tokens="9", price="0.5")
+    answer_of(planner, question)
+    form = "gpu=NVIDIA+L4&gpus=1&method=lora&rows=50&tokens=9&price=0.5&context="
+    assert "--gpu-hour&#39;, &#39;0.5" in page(planner, tmp_path, f"?model=qwen3-8b&{form}")[1]
+    assert page(planner, tmp_path, f"?model=qwen&{form}")[0] == 400
 
 
 def test_a_single_gpu_takes_a_single_method(planners, tmp_path):
