@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
 from sft_play.sizing.budget import CONTEXTS
 
-RESERVED_AIM = 0.04
 # Steps of models that processes divide, and the results that hold them.
 DIVIDED = {
     "weights": "sharding",
@@ -201,23 +200,14 @@ def compilations() -> str:
 
 def reserved() -> str:
     """Errors of reserved and process bytes, by whether the weights are in NF4."""
-    rows = []
+    tree, rows = results("evidence"), []
+    found = (row for name in tree if name.startswith("rows_") for row in tree[name])
+    runs = [row for row in found if "reserved" in row["errors"]]
     for name, quantized in (("NF4", True), ("16 bit", False)):
-        found = [row["errors"] for _, row in _whole_runs() if (" qlora " in row["name"]) == quantized]
-        errors = ([one[kind] for one in found if kind in one] for kind in ("reserved", "process"))
-        rows.append([name, str(len(found)), *map(spread, errors)])
+        shown = [row["errors"] for row in runs if (" qlora " in row["name"]) == quantized]
+        errors = ([one[kind] for one in shown if kind in one] for kind in ("reserved", "process"))
+        rows.append([name, str(len(shown)), *map(spread, errors)])
     return table(("weights", "rows", "reserved", "process"), rows)
-
-
-def reserved_open() -> str:
-    """The rows whose reserved bytes are off by more than the aim."""
-    found = ((source, row["name"], row["errors"]) for source, row in _whole_runs())
-    rows = []
-    for source, name, errors in sorted(found, key=lambda one: one[2]["reserved"]):
-        if abs(errors["reserved"]) > RESERVED_AIM:
-            process = signed(errors["process"], 1) if "process" in errors else "-"
-            rows.append([f"`{source}`", name, signed(errors["reserved"], 1), process])
-    return table(("series", "row", "reserved", "process"), rows)
 
 
 def evidence_seconds() -> str:
@@ -272,13 +262,6 @@ def evidence_sharded() -> str:
         rows.append([step, *map("<br>".join, zip(*each, strict=True)), differs])
         said = note
     return table(("step", "", "published", "planned here", "difference", "how theirs differs"), rows)
-
-
-def _whole_runs() -> list[tuple[str, dict[str, Any]]]:
-    """The published rows that say what was reserved, each with the name of its series."""
-    tree = results("evidence")
-    found = ((name, row) for name in tree if name.startswith("rows_") for row in tree[name])
-    return [(name.removeprefix("rows_"), row) for name, row in found if "reserved" in row["errors"]]
 
 
 def memory_on_a_cpu() -> str:

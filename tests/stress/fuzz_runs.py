@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.markdown import ROOT
 from sft_play import cli
-from sft_play.commands.answers import require_answers, score_answers
+from sft_play.commands.answers import Compared, require_answers, score_answer
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import Chat
@@ -132,7 +132,8 @@ def run_pattern(case: Case, setting: Setting) -> str:
             raise Wrong(f"{target!r} of target_modules has no adapter")
     if pattern is not None:
         require_answers(REFERENCES, pattern)
-        score_answers(REFERENCES, ["42", "", "a" * 500], pattern)
+        for reference, answer in zip(REFERENCES, ["42", "", "a" * 500], strict=True):
+            score_answer(Compared(answer, reference), config.eval)
     return "adapter"
 
 
