@@ -195,7 +195,7 @@ def test_the_list_updates_itself_and_marked_runs_stay_marked(browser, studio, li
     until(lambda: "step 6 of 20" in text(browser))
     script = "return [window.loaded, document.activeElement.value, document.querySelector('progress').value]"
     assert browser.execute_script(script) == [1, "two", 0.3]
-    browser.find_element("css selector", "button").click()
+    browser.find_element("css selector", "#runs button").click()
     until(lambda: browser.title == "one, two" and "Key numbers" in text(browser))
 
 
