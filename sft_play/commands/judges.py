@@ -21,7 +21,7 @@ Judge = Callable[[str, str, Mapping[str, Any]], Any]  # of an answer, its refere
 def require_given(resolved: ResolvedConfig) -> None:
     """Refuses functions that the folder of a run names, which may be anybody's; ConfigError."""
     own = [name for name in resolved.config.eval.metrics if ":" in name]
-    origin = Path(resolved.origins["eval.metrics"])
+    origin = Path(resolved.origins.get("eval.metrics", ""))
     if own and (origin.name == OF_RUN or origin.parent.name == GIVEN):
         metrics = ",".join(resolved.config.eval.metrics)
         again, without = (f'ARGS="eval.metrics=[{names}]"' for names in (metrics, DEFAULT[0]))
