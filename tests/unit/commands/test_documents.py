@@ -72,7 +72,9 @@ def test_the_text_of_pdf_pages_is_taken_and_scans_are_said(tmp_path):
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     (tmp_path / "a.docx").write_bytes(b"")
     monkeypatch.setattr(documents, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs python-docx \(not installed\); run .*(python-docx<|EXTRAS=documents)"):
+    with pytest.raises(
+        ConfigError, match=r"needs python-docx \(not installed\); run .*(python-docx<|EXTRAS=documents)"
+    ):
         convert_documents(tmp_path, tmp_path / "text.jsonl")
 
 
