@@ -90,7 +90,7 @@ def test_init_writes_a_config_once_that_editors_and_the_tool_understand(typed, e
     assert "make " not in text and "sft-play train --config first.yaml" in text
     again = typed("init", "first.yaml", code=2).stderr
     assert (
-        again.startswith("error: first.yaml exists and is not overwritten")
+        again.startswith("error: first.yaml exists and will not be overwritten")
         and (empty / "first.yaml").read_text() == text
     )
     missing = typed("prepare", "--config", "first.yaml", "model.name=builtin:tiny", code=3).stderr

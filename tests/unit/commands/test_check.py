@@ -68,7 +68,11 @@ def test_a_run_that_can_start_has_no_errors(config, tiny_model):
         finding.topic for finding in findings
     }
     (planned,) = (finding for finding in findings if finding.topic == "plan")
-    assert planned.level == OK and planned.what.startswith("fits 1 process: predicted ")
+    assert (
+        planned.level == OK
+        and planned.what.startswith("fits 1 process: ")
+        and " per process predicted" in planned.what
+    )
 
 
 @pytest.mark.thorough

@@ -142,7 +142,7 @@ def test_rows_that_are_described_have_steps_hours_and_a_price():
     text = " ".join(screen(report).split())
     assert "5,000 rows assumed, half of them up to 100 tokens and 95% up to 180 (lognormal)" in text
     assert "GPU hours" in text and "which cost" in text
-    assert any("5,000 are assumed" in reason for reason in tree["why"])
+    assert any("planned without data: 5,000 rows assumed" in reason for reason in tree["why"])
 
 
 @pytest.mark.thorough
