@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 from sft_play.errors import StorageError
 
+PART = 1 << 20  # bytes that are read at a time
+
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading; OSError for anything else: a link, a pipe that waits, a device."""
@@ -25,11 +27,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_whole(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes; OSError if it is none or longer."""
+    content = bytearray()
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
-    return content
+        while part := file.read(PART):  # it would allocate what it is asked for, however short the file
+            content += part
+            if len(content) > most:
+                raise OSError(errno.EFBIG, f"longer than {most:,} bytes", str(path))
+    return bytes(content)
 
 
 def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> None:

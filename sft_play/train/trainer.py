@@ -299,11 +299,12 @@ class PlannedTrainer(SFTTrainer):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the weights on the main rank, gathered if each rank has a part of them."""
+        """Writes the weights on the main rank, gathered if each rank has a part of them.
+
+        With ZeRO-2 the library would clone each tensor, and so save tied weights twice.
+        """
         weights = self._engine.full_weights(self.model)
-        if weights is None:
-            super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
+        if self.args.should_save:
             self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -1,11 +1,13 @@
 """A file appears whole or not at all."""
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from sft_play.files import replacing_file, write_atomic
+from sft_play.files import read_whole, replacing_file, write_atomic
+from sft_play.units import MIB
 from tests.conftest import file_size_limit
 
 
@@ -67,3 +69,17 @@ def test_no_other_module_flushes_or_makes_temporary_files():
         if path.name != "files.py" and word in path.read_text()
     ]
     assert not found
+
+
+def test_a_short_file_is_read_in_little_memory_however_long_it_may_be(tmp_path):
+    """A run whose memory is limited reads its metrics at its end."""
+    path = tmp_path / "metrics"
+    path.write_bytes(b"line\n")
+    tracemalloc.start()
+    try:
+        assert read_whole(path, 256 * MIB) == b"line\n"
+        assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(OSError, match="longer than 4 bytes"):
+        read_whole(path, 4)
