@@ -218,7 +218,8 @@ def evidence_seconds() -> str:
     for row in found:
         if "tokens_per_second" in row:
             before, shape, after = re.split(r" (\d+x\d+)", row["name"])
-            kinds.setdefault(before + after, []).append((shape, row["tokens_per_second"]))
+            kind = before + after.replace("Liger's", "fused")
+            kinds.setdefault(kind, []).append((shape, row["tokens_per_second"]))
     rows = []
     for kind, each in kinds.items():
         shapes = [shape for shape, _ in each]
@@ -252,7 +253,7 @@ def evidence_sharded() -> str:
     for found in results("sizing_published")["figures"]:
         if found["gpus"] > 1:
             values = (in_unit(found[name], found["unit"]) for name in ("published", "predicted"))
-            step, kind = found["what"].rsplit(": ", 1)
+            step, kind = found["what"].replace(", activations recomputed", "").rsplit(": ", 1)
             cells = (kind, *values, signed(found["error"], 1))
             steps.setdefault((f"[{step}]({found['source']})", found["note"]), []).append(cells)
     rows: list[list[str]] = []
@@ -279,11 +280,13 @@ def memory_on_a_cpu() -> str:
 
 
 def random_on_a_cpu() -> str:
-    """Errors of predicted peaks of random runs with uneven rows: in all, by type, engine and phase."""
-    errors = results("random")["errors"]
-    return _of_runs(
-        {name.replace("engine none", "one process"): found for name, found in errors.items()}, "peak of"
-    )
+    """Errors of predicted peaks of random runs with uneven rows: in all, by engine and phase."""
+    errors = {
+        name.replace("engine none", "one process"): found
+        for name, found in results("random")["errors"].items()
+        if not name.startswith("precision")
+    }
+    return _of_runs(errors, "peak of")
 
 
 def other_random_runs() -> str:

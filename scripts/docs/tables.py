@@ -135,19 +135,17 @@ def planner() -> str:
 
 
 def several_processes() -> str:
-    """Seconds of steps on one, two and four processes of a CPU with each engine: predicted / measured."""
+    """Seconds of steps on two and four processes of a CPU with each engine: predicted / measured."""
     if not (RESULTS / "sharding_time.json").exists():
         return "Not measured yet."
     rows = []
     for one in results("sharding_time")["summary"]:
-        seconds = [
-            f"{one['predicted'][name]:.2f} / {one['measured'][name]:.2f}" if name in one["measured"] else ""
-            for name in ("none", *SEVERAL)
-        ]
+        if one["processes"] == 1:
+            continue  # nothing to choose
+        seconds = [f"{one['predicted'][name]:.2f} / {one['measured'][name]:.2f}" for name in SEVERAL]
         chosen, best = (engine_of(one[which]).label for which in ("chosen", "best"))
         rows.append([one["case"], str(one["processes"]), chosen, best, f"{one['regret']:.1%}", *seconds])
-    head = ("workload", "processes", "chosen", "fastest", "slower by", "one process", *SEVERAL.values())
-    return table(head, rows)
+    return table(("workload", "processes", "chosen", "fastest", "slower by", *SEVERAL.values()), rows)
 
 
 def plan_time() -> str:
