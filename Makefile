@@ -3,6 +3,9 @@
 
 .DEFAULT_GOAL := help
 
+#! make train                                            the demo, no GPU needed
+#! make plan MODEL=qwen3-8b GPU="RTX 4090"               what fits, and how fast
+#! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 #? CONFIG=configs/demo.yaml         config of the run
 #? ARGS="train.learning_rate=1e-4"  settings that override the config
 #? NGPU=2                           number of GPUs or processes
@@ -23,9 +26,6 @@
 #? EXTRAS=export,documents          optional packages to install
 #? V=1                              show commands, and what startup time goes to
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite
-#! make train                                            the demo, no GPU needed
-#! make plan MODEL=qwen3-8b GPU="RTX 4090"               what fits, and how fast
-#! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 # What publishes, deletes or overwrites is typed, and never taken from the environment.
 AS_TYPED = CONFIRM FORCE OUT PUBLIC REPO
 $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(eval override $(name) =)))
@@ -122,7 +122,7 @@ TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
 .PHONY: help
 help: ## Show this help
-	@awk 'BEGIN {FS = ":.*## "} /^#! / {printf "%s%s\n", m++ ? "" : "\nExamples\n", "  " substr($$0, 4)} /^#\? / {printf "%s%s\n", n++ ? "" : "Settings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
+	@awk 'BEGIN {FS = ":.*## "} /^#! / {printf "%s%s\n", m++ ? "" : "Examples\n", "  " substr($$0, 4)} /^#\? / {printf "%s%s\n", n++ ? "" : "\nSettings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
 
 .PHONY: install
 install: $(READY) $(CHOSEN:%=$(VENV)/.ready-%) ## Create .venv with locked versions; EXTRAS=wandb,export
