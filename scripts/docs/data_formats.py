@@ -1,7 +1,6 @@
 """The example rows of docs/reference/data-formats.md, as they are trained on."""
 
 import json
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -66,18 +65,26 @@ def data_formats() -> str:
 
 
 def examples() -> str:
-    """Each example row, and the text that it becomes, with what carries loss between {+ and +}."""
+    """Example rows by the text that they become, with what carries loss between {+ and +}."""
     texts = (json.dumps(row) for _, _, row in EXAMPLES)
     tokenizer = byte_level_tokenizer(chain(texts, ["plain"]), 512, 512)
     use_template(tokenizer, "plain")
     chat = make_chat(tokenizer, "assistant")
-    return "\n\n".join(chain.from_iterable(_shown(chat, *example) for example in EXAMPLES))
+    trained: dict[str, list[tuple[str, str]]] = {}
+    for what, name, row in EXAMPLES:
+        title = f"**{what[0].upper()}{what[1:]}** (`{name}`)"
+        trained.setdefault(_trained(chat, name, row), []).append((title, json.dumps(row)))
+    return "\n\n".join(_block(text, alike) for text, alike in trained.items())
 
 
-def _shown(chat: Chat, what: str, name: str, row: dict[str, Any]) -> Iterator[str]:
+def _trained(chat: Chat, name: str, row: dict[str, Any]) -> str:
     conversation = convert(Row(row, "example", 1), name)
     assert isinstance(conversation, Conversation)
     (rows,) = encode(chat, [conversation])
-    for tokens in rows:
-        text = marked(list(tokens.input_ids), list(tokens.labels), chat.tokenizer, colour=False).plain
-        yield f"**{what[0].upper()}{what[1:]}** (`{name}`)\n\n```\n{json.dumps(row)}\n\n{text.strip()}\n```"
+    (tokens,) = rows
+    return marked(list(tokens.input_ids), list(tokens.labels), chat.tokenizer, colour=False).plain.strip()
+
+
+def _block(text: str, alike: list[tuple[str, str]]) -> str:
+    titles, rows = zip(*alike, strict=True)
+    return "\n".join((", ".join(titles), "", "```", *rows, "", text, "```"))

@@ -39,8 +39,7 @@ class DataConfig(Section):
     dataset with splits, the training split is read; folder::split and org/name:config:split select
     another."""
     sources: tuple[SourceConfig, ...] = ()
-    """Several sources of training rows in place of train_path, each with a path, a weight, a format and a
-    split."""
+    """Several sources of training rows in place of train_path."""
     task: Literal["sft", "cpt", "mixed"] = "sft"
     """sft: each row is trained on by itself. cpt: raw text (format text) for domain training: documents are
     joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss
@@ -57,8 +56,8 @@ class DataConfig(Section):
     """Row format. auto: detected from the keys of the first row; all other rows must have the same format.
     preference: chosen answers are trained on, rejected ones are left out; never detected."""
     columns: Columns = {}
-    """What the keys of a format are called in your files: {prompt: input_text, completion: target_text}
-    reads input_text as prompt, and target_text as completion."""
+    """What the keys of a format are called in your files, e.g. {prompt: input_text, completion:
+    target_text}."""
     chat_template: PathText = "auto"
     """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
     file."""
@@ -85,9 +84,8 @@ class DataConfig(Section):
     limit: Count | None = None
     """Maximum number of rows to use from each file."""
     streaming: Streaming = "auto"
-    """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto:
-    if the download does not fit on the disk. Tokenized rows are stored on disk in any case; with limit,
-    only that many rows are read."""
+    """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto: if
+    the download does not fit on the disk. With limit, only that many rows are read."""
     num_workers: AutoOrWorkers = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 

@@ -19,16 +19,15 @@ class ParallelConfig(Section):
     """ram: weights, gradients and optimizer states stay in RAM, the GPU holds one layer at a time, and the
     CPU updates the weights; works on a single GPU, too. auto: only if nothing else fits."""
     reshard_after_forward: bool | Auto = "auto"
-    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for
-    the backward pass; false keeps them, which sends less but needs memory for all weights. auto: false if
-    that fits and is predicted to be faster."""
+    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again; false
+    keeps them, which sends less but needs memory for all weights. auto: false if that fits and is predicted
+    to be faster."""
     defer_exchange: bool | Auto = "auto"
     """With FSDP2, true accumulates whole gradients and reduces them once per step; false, and offload=ram,
-    reduce them after each micro-batch. auto: true if that fits and is predicted to be faster. The two round
-    sums differently, so a resumed run keeps what it began with."""
+    reduce them after each micro-batch. auto: true if that fits and is predicted to be faster."""
     nvme_path: Annotated[PathText, Field(min_length=1)] | None = None
     """With offload=ram, a folder on a fast local disk: AdamW's moments, and with deepspeed_z3 also weights,
-    are kept in files there instead of in RAM; each step reads and writes them."""
+    are kept in files there instead of in RAM."""
     sequence_parallel_size: AutoOrCount = "auto"
     """Number of processes that share the tokens of each micro-batch, and in attention its heads (Ulysses,
     arXiv 2309.14509), for rows that are too long for one GPU. It must divide both the processes of a

@@ -72,9 +72,8 @@ class ModelConfig(Section):
     attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
         "auto"
     )
-    """Attention kernel. auto: varlen_sdpa (PyTorch's own kernels, called so that neither padding nor packing
-    needs a mask), until `make gpu-proof` measures a faster one; for models it does not support,
-    FlashAttention if installed, else sdpa or eager. flash_attention_3: Hopper GPUs."""
+    """Attention kernel. auto: varlen_sdpa (PyTorch's own kernels, without masks); for models it does not
+    support, FlashAttention if installed, else sdpa or eager. flash_attention_3: Hopper GPUs."""
     trust_remote_code: bool = False
     """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None
@@ -101,8 +100,7 @@ class LoraSettings(Section):
     """Other ranks for some of these modules, e.g. {q_proj: 8, "layers.0.self_attn.q_proj": 32}: the end of a
     name, or a regular expression for it. The first match applies."""
     alpha_pattern: dict[ModuleName, PositiveFloat] = {}
-    """Other values of alpha, as in rank_pattern. Without one, a module with another rank uses alpha, so its
-    update is multiplied by alpha / its own rank."""
+    """Other values of alpha, as in rank_pattern. Without one, a module with another rank uses alpha."""
     use_rslora: bool = False
     """Rank-stabilized LoRA (arXiv 2312.03732)."""
     use_dora: bool = False

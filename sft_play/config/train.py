@@ -50,8 +50,8 @@ class TrainConfig(Section):
     packing: bool = False
     """Join rows into full sequences of max_seq_len tokens; attention stays inside each row."""
     padding_free: bool | Auto = "auto"
-    """Join the rows of a micro-batch end to end instead of padding them; attention does not cross row
-    boundaries. auto: if the layers of the model can keep joined rows apart."""
+    """Join the rows of a micro-batch instead of padding them; attention stays inside each row. auto: if the
+    layers of the model can keep joined rows apart."""
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
     the planner. true is the same as activations=recompute, false as keep."""
@@ -61,10 +61,9 @@ class TrainConfig(Section):
     gain on a CPU). auto: chosen by the planner, which may recompute only some layers, and offloads only if
     nothing else fits."""
     mlp_tiles: AutoOrTiles = "auto"
-    """Number of tiles in which the MLPs compute the tokens of the largest micro-batch one after another, so
-    that only one tile of intermediates is in memory (tiled MLP of ALST, arXiv 2506.13996). Layers are then
-    recomputed, and their MLPs once more; mixtures of experts are not tiled. auto: up to 8 for rows of 4,096
-    tokens or more, if nothing else fits."""
+    """Number of tiles in which MLPs compute the tokens of the largest micro-batch, one after another, to save
+    memory (ALST, arXiv 2506.13996). Layers are then recomputed, and their MLPs once more; mixtures of experts
+    are not tiled. auto: up to 8 for rows of 4,096 tokens or more, if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal[tuple(OPTIMIZERS)] = Field(  # type: ignore[valid-type]
@@ -86,8 +85,8 @@ class TrainConfig(Section):
     weight_decay: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
-    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5. Its scale depends
-    on the length of a row, so rows are padded instead of joined. It is drawn like dropout."""
+    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5. Its scale depends on
+    the length of a row, so rows are padded instead of joined."""
     router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed per
     micro-batch, and reported losses do not include it."""
@@ -112,8 +111,8 @@ class TrainConfig(Section):
     """Seed of data order, held-out splits, adapter initialization and dropout."""
     probe: bool | Literal["search"] = True
     """Before training, run two steps and an evaluation on the largest batch and compare measured with
-    predicted memory; if the run is long enough for it to pay off, also time plans that may be faster.
-    search: time all alternatives of the plan for up to a minute and use the fastest."""
+    predicted memory; in a long enough run, also time plans that may be faster. search: time all alternatives
+    of the plan for up to a minute and use the fastest."""
     resume: PathText = "never"
     """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
     complete checkpoint, if any. Or the path of a checkpoint."""
