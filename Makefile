@@ -12,19 +12,19 @@
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
 #? CONTEXT=max                      longest row that fits, or check a length
 #? ROWS=5000 TOKENS=1500            plan without data: rows, median length
-#? LENGTHS=lognormal:1500:6000      or their median and 95th percentile
+#? LENGTHS=lognormal:1500:6000      or median and 95th percentile of lengths
 #? GPU_HOUR=2.5                     price of a GPU hour, for the cost of a run
 #? WHY=1                            explain every choice of a plan
 #? MODE=qlora                       training method: full, lora or qlora
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
 #? RUN=name                         name of a run, new or trained
-#? RUNS="one two"                   runs to compare; elsewhere the folder of runs
+#? RUNS="one two"                   runs to compare; for others their folder
 #? ZERO=3                           stage of DeepSpeed's ZeRO: 2 or 3
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
 #? EXTRAS=export,documents          optional packages to install
-#? V=1                              show commands, and what startup time goes to
+#? V=1                              show commands, and where a start's time goes
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite
 # What publishes, deletes or overwrites is typed, and never taken from the environment.
 AS_TYPED = CONFIRM FORCE OUT PUBLIC REPO

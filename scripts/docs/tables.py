@@ -301,10 +301,10 @@ def _memory() -> str:
         f"the median error is {100 * statistics.median(errors):.1g}%, the worst {max(errors):.2%}. Of "
         f"{uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
         f"{uneven['within_target']} were within 0.1% of the prediction, which was at most "
-        f"{-uneven['worst_low']:.2%} too low and {uneven['worst_high']:.2%} too high; misses among them led "
-        f"to fixes. Of {held_out['runs']} runs with another seed, {held_out['within_target']} were within "
-        f"0.1%, at most {-held_out['worst_low']:.2%} too low and {held_out['worst_high']:.2%} too high; one "
-        "of these led to a fix, too."
+        f"{-uneven['worst_low']:.2%} too low and {uneven['worst_high']:.2%} too high, after the misses of a "
+        f"first round were fixed. Of {held_out['runs']} runs with another seed, {held_out['within_target']} "
+        f"were within 0.1%, at most {-held_out['worst_low']:.2%} too low and "
+        f"{held_out['worst_high']:.2%} too high, after one more fix."
     )
 
 
