@@ -56,7 +56,8 @@ def _regular_expression(value: str) -> str:
 
 def _module_name(value: str) -> str:
     try:
-        re.compile(value)  # as PEFT does
+        re.compile(value)
+        re.compile(rf"(.*\.)?({value})$")  # as PEFT does: a flag such as (?i) is not at the start there
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{value!r} is not a regular expression: {error}") from None
     return value

@@ -39,6 +39,7 @@ def test_every_problem_is_reported_at_once_with_its_dotted_name(tmp_path):
     ("override", "said"),
     [
         ("{'(': 4}", r"'\(' is not a regular expression: .* \(found \"\(\"\)"),
+        ("{'(?i)Q': 4}", r"'\(\?i\)Q' is not a regular expression: global flags not at the start"),
         ("{q_proj: 0}", r"input should be greater than 0 \(found 0\)"),
         ("{q_proj: x}", r'input should be a valid integer, .* \(found "x"\)'),
     ],
