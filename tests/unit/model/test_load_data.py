@@ -57,7 +57,7 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_before_rows_are_read(
 def test_the_rows_of_a_resumed_run_have_the_day_on_which_it_began(load, tmp_path):
     template = tmp_path / "dated.jinja"
     template.write_text(
-        "{{ strftime_now('w%d') }} {% for m in messages %}{{ m.content }} {{ eos_token }} {% endfor %}"
+        "{{ strftime_now('w%y') }} {% for m in messages %}{{ m.content }} {{ eos_token }} {% endfor %}"
     )
     rows = [{"question": f"w{number}", "answer": "w2"} for number in range(20)]
     run = tmp_path / "runs" / "run"
