@@ -25,8 +25,8 @@ from sft_play.secrets import redact
 from sft_play.spelling import RUNS, as_typed
 from sft_play.units import KIB, MIB
 
-# Bytes of a file in a run directory; a longer one is none of ours.
 GIVEN = ".given"  # in the folder of a run: rows and settings from Python; it stays when a run is moved aside
+# Bytes of a file in a run directory; a longer one is none of ours.
 LONGEST_METRICS, LONGEST_JSON = 256 * MIB, 64 * MIB
 
 

@@ -136,7 +136,7 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
 
     def make(folder: Path) -> dict[str, Any]:
         console().print(
-            f"Creating builtin:tiny (first use only): random weights, tokenizer trained on "
+            "Creating builtin:tiny (first use only): random weights, tokenizer trained on "
             f"{', '.join(given.path for given in inputs)}"
         )
         from sft_play.builtin import models

@@ -116,7 +116,7 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     if not result["template"]:
         say(
             f"{modelfile} has no TEMPLATE: SFT-Play writes one for the chat templates plain and chatml only, "
-            f"and Ollama recognizes only some of those inside GGUF files: compare its prompts",
+            "and Ollama recognizes only some of those inside GGUF files: compare its prompts",
             style="yellow",
         )
     if result["system_left_out"]:
@@ -124,7 +124,7 @@ def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     if bos := result["bos_of_texts"]:
         say(
             f"the file adds no {bos}, because chats did not begin with it in training: add it yourself to a "
-            f"prompt that is not a chat",
+            "prompt that is not a chat",
             style="yellow",
         )
     command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"

@@ -111,7 +111,7 @@ def _upload(
         reason = first_line(error)[:MESSAGE_CHARACTERS]
         raise ConfigError(
             f"REPO={repository}: the Hub cannot be reached ({reason}). Nothing was published; run the "
-            f"command again once it can be reached"
+            "command again once it can be reached"
         ) from error
     return f"{api.endpoint}/{repository}", private
 

@@ -1,6 +1,7 @@
 """`sft-play runs`: which runs a folder has, and removing some of them."""
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ def as_json(rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     """Name, status, note, and what the list of runs in the studio shows, with numbers as they are."""
     return [
         {"name": row.name, "status": row.status, "note": row.note}
-        | {cell.column.replace(" ", "_").lower(): _value(cell.order, cell.text) for cell in row.cells}
+        | {re.sub(r"\W", "_", cell.column).lower(): _value(cell.order, cell.text) for cell in row.cells}
         for row in rows
     ]
 

@@ -112,8 +112,8 @@ def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> Re
     asked, wanted = resolved.config.train.resume, resolved.config.parallel.engine
     if engine and "parallel.engine" in typed and wanted != engine:
         raise ConfigError(
-            f"parallel.engine={wanted} contradicts --engine {engine}, which this make target sets; use `make "
-            f"train NGPU=<n>`, which works with any engine, or remove the override"
+            f"parallel.engine={wanted} contradicts --engine {engine}, which this make target sets; use "
+            "`make train NGPU=<n>`, which works with any engine, or remove the override"
         )
     if resume and "train.resume" in typed and asked == "never":
         raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to start over")

@@ -10,7 +10,7 @@ def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: Pa
     if train.float8 and mode != "full":
         return (
             f"train.float8=true needs full fine-tuning (found tuning.mode={mode}, whose frozen weights have "
-            f"no gradients to compute in float8); set tuning.mode=full, or train.float8=false"
+            "no gradients to compute in float8); set tuning.mode=full, or train.float8=false"
         )
     if train.float8 and not train.asks_compile:
         return (
@@ -51,8 +51,7 @@ def not_gathered(parallel: ParallelConfig) -> str | None:
             return (
                 f"parallel.{name}={str(getattr(parallel, name)).lower()} does not work with "
                 f"parallel.engine={parallel.engine}, only with {' or '.join([*able, 'auto'])}; leave it "
-                f"out, "
-                f"or set parallel.engine={able[0]}"
+                f"out, or set parallel.engine={able[0]}"
             )
     return None
 

@@ -59,6 +59,6 @@ class ParallelConfig(Section):
         if place in ("nvme", "disk"):
             raise ValueError(
                 f"{place} cannot hold everything; set offload=ram, and to keep optimizer states on disk, "
-                f"nvme_path=<folder on the disk>"
+                "nvme_path=<folder on the disk>"
             )
         return place

@@ -54,10 +54,15 @@ def _regular_expression(value: str) -> str:
     return value
 
 
+def modules_of(pattern: str) -> re.Pattern[str]:
+    """The expression by which PEFT finds the modules of a key of rank_pattern (its get_pattern_key)."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def _module_name(value: str) -> str:
     try:
         re.compile(value)
-        re.compile(rf"(.*\.)?({value})$")  # as PEFT does: a flag such as (?i) is not at the start there
+        modules_of(value)  # where a flag such as (?i) is not at the start
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{value!r} is not a regular expression: {error}") from None
     return value
@@ -77,8 +82,8 @@ def _metrics(values: tuple[str, ...]) -> tuple[str, ...]:
     for value in values:
         if value not in METRICS and not OWN_METRIC.fullmatch(value):
             raise ValueError(
-                f"{value[:SHOWN]!r} is no metric; expected {', '.join(METRICS)}, or a function of yours as "
-                "module:function"
+                f"{value[:SHOWN]!r} is not a metric; expected {', '.join(METRICS)}, or a function of "
+                "yours as module:function"
             )
     names = [value.rpartition(":")[2] for value in values]
     twice = next((name for name in names if names.count(name) > 1), None)

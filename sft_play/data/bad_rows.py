@@ -31,7 +31,7 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
     raise DataError(
         f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
         f"Correct {'it' if bad == 1 else 'them'}, or leave {'it' if bad == 1 else 'them'} out: "
-        f"data.bad_rows=drop"
+        "data.bad_rows=drop"
     )
 
 

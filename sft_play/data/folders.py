@@ -181,7 +181,7 @@ def _require_one_kind(folder: Path, files: Sequence[Path], key: str) -> None:
         )
         raise DataError(
             f"{key}: folder {folder} has rows of several kinds: {found}. They may be the same rows twice: "
-            f"move one kind away, or list what to read in data.sources"
+            "move one kind away, or list what to read in data.sources"
         )
 
 

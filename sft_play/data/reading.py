@@ -47,8 +47,7 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     if missing:
         problem = (
             f"{row.where}: data.columns.{missing[0]} is {columns[missing[0]]!r}, which is not a key of the "
-            f"row: "
-            f"{', '.join(row.data) or '(none)'}"
+            f"row: {', '.join(row.data) or '(none)'}"
         )
         return replace(row, problem=problem)
     return replace(row, data=data | named)

@@ -138,8 +138,8 @@ def day_warning(day: date) -> str:
     """What it means that `writes_the_day`, of rows that were rendered on this day."""
     return (
         f"the chat template writes today's date: all rows are rendered as of {day:%d %b %Y}, even if the run "
-        f"is resumed later. So the model learns this one date, but is given the current one at inference; to "
-        f"avoid that, set data.chat_template to a copy of the template without "
+        "is resumed later. So the model learns this one date, but is given the current one at inference; to "
+        "avoid that, set data.chat_template to a copy of the template without "
         f"{WRITES_DAY}"
     )
 

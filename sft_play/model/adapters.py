@@ -89,7 +89,7 @@ def _targets(lora: LoraSettings, model: PreTrainedModel, whole: Sequence[str]) -
     if both := next((name for name in names if is_within(name, whole)), None):
         raise ConfigError(
             f"tuning.lora.modules_to_save trains {both} in full, and tuning.lora.target_modules gives it an "
-            f"adapter; leave it out of one of them"
+            "adapter; leave it out of one of them"
         )
     return Targets(tuple(lora.target_modules), ())
 
@@ -120,7 +120,7 @@ def _trained_besides(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequen
     if both and rows:
         raise ConfigError(
             f"tuning.lora.modules_to_save trains {both[0]} in full, and model.new_tokens trains single rows "
-            f"of the embedding and the output head; leave one of them out"
+            "of the embedding and the output head; leave one of them out"
         )
     return found | {"ensure_weight_tying": bool(both) and _is_tied(model)}
 

@@ -1,7 +1,6 @@
 """What config.json alone tells: whether a model can be trained here, its sizes, its shape without weights."""
 
 import copy
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.config.values import modules_of
 from sft_play.data.limits import ROW_SECONDS, TemplateOverrun, within_limits
 from sft_play.errors import ConfigError
 from sft_play.model.families import family_of
@@ -212,8 +212,8 @@ def require_quick_patterns(lora: LoraSettings, names: Iterable[str]) -> None:
     known = list(names)
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            try:  # as PEFT matches them (get_pattern_key)
-                within_limits(partial(list, map(re.compile(rf"(.*\.)?({pattern})$").match, known)))
+            try:
+                within_limits(partial(list, map(modules_of(pattern).match, known)))
             except TemplateOverrun:
                 raise ConfigError(
                     f"tuning.lora.{setting}: {pattern!r} takes more than {ROW_SECONDS:g} s on the names of "

@@ -222,7 +222,7 @@ def _require_finite(model: PreTrainedModel) -> None:
     if broken := first_not_finite(model.named_parameters()):
         raise ConfigError(
             f"model.name: the weight {broken} of '{model.name_or_path}' is NaN or infinite, and training "
-            f"from it would spread that; download the model again, or use another one"
+            "from it would spread that; download the model again, or use another one"
         )
 
 

@@ -60,7 +60,7 @@ def _kept_code() -> str:
         return str(found)
     warn(
         f"compiled code is not kept, because other users can write to {cache_dir()} or a folder above it, or "
-        f"you cannot: each run compiles again; set SFT_PLAY_CACHE to another folder"
+        "you cannot: each run compiles again; set SFT_PLAY_CACHE to another folder"
     )
     return str(own_folder("sft-play-compiled-"))
 

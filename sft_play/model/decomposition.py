@@ -67,7 +67,7 @@ def _require_decomposable(name: str, layer: Any, init: str) -> None:
         )
     if layer.fan_in_fan_out and init == "olora":
         raise ConfigError(
-            f"tuning.lora.init=olora: PEFT does not decompose weights that are stored transposed, as that of "
+            "tuning.lora.init=olora: PEFT does not decompose weights that are stored transposed, as that of "
             f"{name} is; set tuning.lora.init=pissa"
         )
 

@@ -67,8 +67,8 @@ def _scale(parameters: dict[str, Any], asked: RopeScaling, positions: int, name:
     original = asked.original_max_position_embeddings
     if original and (asked.rope_type != "yarn" or kind != "default"):
         raise ConfigError(
-            f"{NAME}: original_max_position_embeddings applies only to yarn, with a model that is not scaled "
-            f"already"
+            f"{NAME}: original_max_position_embeddings applies only to yarn, with a model that is "
+            "not scaled already"
         )
     if kind == "default" and asked.rope_type == "llama3":
         raise ConfigError(f"{NAME}: '{name}' was not trained with rope_type=llama3; use yarn or linear")

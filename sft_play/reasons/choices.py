@@ -141,7 +141,7 @@ class Activations(Reason):
             )
         return (
             f"gradient checkpointing on, with layer inputs in RAM{_needs(self.host)}, {CAUSES[self.cause]}: "
-            f"the time to copy them there and back has not been measured on a GPU"
+            "the time to copy them there and back has not been measured on a GPU"
         )
 
 

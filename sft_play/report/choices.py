@@ -94,7 +94,8 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         value = engine_label(plan) if key == "engine" else _text(entry)
         value = way_of(plan) if key == "activations" else value
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
-        by = (key in ("kernels", "compile") and plan.get("kernels_origin")) or "planner"
+        timed = key in ("kernels", "compile") and entry not in ("own", False)
+        by = (timed and plan.get("kernels_origin")) or "planner"
         origin = by if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))

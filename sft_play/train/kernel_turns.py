@@ -108,14 +108,13 @@ def rivals_of(job: Job, step_seconds: float) -> dict[str, Rival]:
     if job.checkpoint is not None or together or plan.memory is None:
         return {}
     request, known, found = request_of(job), read_verdicts(_path(job)), dict[str, Rival]()
-    for name, (other, to_compile) in {
-        **_compiled(request, plan, step_seconds),
-        **_other_kernels(job),
-    }.items():
+    estimate, clock = estimator_of(request), plan_clock(request)
+    possible = _compiled(request, plan, step_seconds) | _other_kernels(job)
+    for name, (other, to_compile) in possible.items():
         if name not in known:
-            memory = estimator_of(request)(job.config, other, complete=True)
+            memory = estimate(job.config, other, complete=True)
             if memory.fits:
-                seconds = plan_clock(request)(job.config, other)
+                seconds = clock(job.config, other)
                 found[name] = Rival(replace(other, memory=memory, profile_seconds=seconds), to_compile)
     return found
 

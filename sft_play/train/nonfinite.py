@@ -81,7 +81,7 @@ def ended(message: str) -> NonFiniteError:
     """The error that ends the run."""
     return NonFiniteError(
         f"{message}.\nNothing of this step was saved. Look at the rows, or continue from the last checkpoint "
-        f"with a lower learning rate: `make resume` with the CONFIG of the run and "
+        "with a lower learning rate: `make resume` with the CONFIG of the run and "
         'ALLOW=train.learning_rate ARGS="train.learning_rate=<lower>"'
     )
 

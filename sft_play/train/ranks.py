@@ -146,8 +146,7 @@ def agree_on_files(job: Job) -> Job:
         raise LaunchError(
             f"{engine.label} over several machines needs a run directory that all of them share, since each "
             f"saves only a part of a checkpoint, but {job.run.path} is not shared: set output.dir to a "
-            f"folder "
-            f"on a shared disk, or take {' or '.join(whole)}"
+            f"folder on a shared disk, or take {' or '.join(whole)}"
         )
     return replace(job, run=replace(job.run, shared=all(seen)))
 

@@ -195,7 +195,7 @@ def check_head(model: PreTrainedModel, device: torch.device) -> None:
     if _differs(scores, tiled.log_probs.reshape(scores.shape).float()):
         raise ConfigError(
             f"model.name: {_name(model)} changes its logits in a way that SFT-Play's loss does not, so it "
-            f"would be trained on another loss; use another model"
+            "would be trained on another loss; use another model"
         )
 
 

@@ -169,7 +169,7 @@ def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int,
         raise ConfigError(
             f"train.{asked}: with {rows_per_step:,} rows in a step, a run may have at most "
             f"{MOST_ROWS_SEEN // rows_per_step:,} steps ({MOST_ROWS_SEEN / rows:,.0f} epochs of this data): "
-            f"the order of the rows is kept in memory"
+            "the order of the rows is kept in memory"
         )
     return per_epoch, train.max_steps or max(1, math.ceil(wanted - 1e-9))
 

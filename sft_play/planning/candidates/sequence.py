@@ -67,7 +67,7 @@ def require_divisible(
     if attention != NAME:
         raise ConfigError(
             f"{asked} exchanges heads around model.attention={NAME}, but this run has {attention}; set "
-            f"model.attention=auto, or parallel.sequence_parallel_size=1"
+            "model.attention=auto, or parallel.sequence_parallel_size=1"
         )
     heads, scaling = architecture.facts.heads, architecture.facts.scaling
     if heads is None:

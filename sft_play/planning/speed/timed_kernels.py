@@ -51,7 +51,8 @@ class Verdict:
         if self.problem or not self.seconds or not self.beside:
             return f"{label}: left out, since {self.problem}"
         took = f"a step took {format_duration(self.seconds)} instead of {format_duration(self.beside)}"
-        after = f" after {format_duration(self.first_seconds)}" if self.first_seconds > 1 else ""
+        first = format_duration(self.first_seconds)
+        after = f", after {first} of preparation" if self.first_seconds > 1 else ""
         return f"{label}: {took}{after}{'' if self.wins else ', not a clear gain'}"
 
 

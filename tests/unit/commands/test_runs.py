@@ -18,7 +18,7 @@ def test_runs_are_listed_with_model_method_status_steps_score_and_note(tmp_path,
     assert any(line.startswith("two base LoRA unfinished 0 n/a a higher") for line in lines)
     assert main(["runs", "--runs", str(tmp_path), "--json"]) == 0
     found = {run["name"]: run for run in json.loads(capsys.readouterr().out)}
-    assert found["one"]["held-out_loss"] == 2.0 and found["one"]["best_score"] == "exact match 50.0%"
+    assert found["one"]["held_out_loss"] == 2.0 and found["one"]["best_score"] == "exact match 50.0%"
     assert found["two"]["note"] == "a higher rate" and found["two"]["best_score"] is None
 
 

@@ -18,6 +18,7 @@ from benchmarks.sizing import TARGETS as CPU_TARGETS
 from benchmarks.sizing import predict as predict_small
 from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
+from sft_play.choices.kernels import COMPILED
 from sft_play.sizing import budget
 from sft_play.sizing.estimator import Traces
 from sft_play.units import GIB, MIB
@@ -141,3 +142,14 @@ def test_the_context_of_a_measured_gpu_is_what_its_steps_took_at_most():
     steps = results_of("gpu/NVIDIA-H200-x1.json")["steps"]
     most = max(step["measured"]["outside_allocator"] for step in steps)
     assert 0 <= budget.CONTEXTS[9, 0] - most < MIB
+
+
+def test_what_compiled_layers_are_expected_to_cost_and_gain_is_what_they_did_on_a_gpu():
+    turns = results_of("gpu/NVIDIA-H200-x1.json")["turns"]
+    own, compiled = (
+        next(turn for turn in turns if turn["course"].startswith("LoRA") and turn["side"] == side)
+        for side in ("sft-play", "compiled")
+    )
+    seconds, times_as_fast = COMPILED.expected["cuda"]
+    assert round(compiled["step_seconds"][0]) == seconds
+    assert round(compiled["tokens_per_second"] / own["tokens_per_second"], 2) == times_as_fast

@@ -68,7 +68,7 @@ def test_what_takes_long_to_begin_pays_in_a_run_that_gains_more():
     assert compiled.pays(181) and not compiled.pays(180)
     assert (
         compiled.said("Compiled layers")
-        == "Compiled layers: a step took 1.5 s instead of 2.0 s after 1 min 30 s"
+        == "Compiled layers: a step took 1.5 s instead of 2.0 s, after 1 min 30 s of preparation"
     )
     assert not Verdict(seconds=2.0, beside=2.0).pays(10**9)
 
