@@ -111,9 +111,9 @@ def test_functions_that_the_folder_of_a_run_names_are_refused_unless_they_are_gi
     [
         (
             "exact",
-            "'exact' is no metric; expected exact_match, .*, or a function of yours as module:function",
+            "'exact' is not a metric; expected exact_match, .*, or a function of yours as module:function",
         ),
-        ("os.system", "'os.system' is no metric"),
+        ("os.system", "'os.system' is not a metric"),
         ("judge:exact_match,exact_match", "two metrics are called exact_match"),
         ("", "expected at least one metric"),
     ],
