@@ -147,7 +147,9 @@ def mirrors_of(name: str) -> list[str]:
     Those of a module in a room, as sft_play.model.weights.files, may stand in the folder of its package.
     """
     *folders, own = name.split(".")
-    return [".".join(["tests", "unit", *kept, f"test_{own}"]) for kept in (folders[1:], folders[1:2], folders)]
+    return [
+        ".".join(["tests", "unit", *kept, f"test_{own}"]) for kept in (folders[1:], folders[1:2], folders)
+    ]
 
 
 def rooms_of(name: str) -> list[str]:
