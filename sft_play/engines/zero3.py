@@ -18,6 +18,7 @@ from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
 from sft_play.timeline import TERMS, WHOLE_MODEL, Buffer, Step
 from sft_play.units import AUTOCAST
+from sft_play.upstream.deepspeed import forget_hooks
 from sft_play.work import Work
 
 
@@ -61,12 +62,10 @@ class Zero3(Sharded, Zero):
 
     def let_go(self, model: Any) -> None:
         """Takes the hooks off each unit, too."""
-        from sft_play.engines.zero3_parts import forget
-
         if hasattr(model, "destroy"):
             model.optimizer.empty_partition_cache()
             super().let_go(model)
-            forget(model.module)
+            forget_hooks(model.module)
 
     def torch_half(self) -> ModuleType:
         """Parameters have their part in `ds_tensor`."""

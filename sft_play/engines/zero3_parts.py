@@ -7,16 +7,14 @@ is `parameter.ds_tensor`; `parameter.data` is empty unless it is gathered.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, register_external_parameter
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
@@ -33,16 +31,13 @@ from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 from sft_play.upstream.accelerate import forget_state
-from sft_play.upstream.deepspeed import make_next_optimizer, units_reduced_when_computed
+from sft_play.upstream.deepspeed import forget_hooks, make_next_optimizer, units_reduced_when_computed
 from sft_play.upstream.patching import lasting
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BY_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "MASTER_ADDR", "MASTER_PORT")  # that it sets
 OPTIMIZER: Any = stage3.DeepSpeedZeroOptimizer_Stage3
-# What DeepSpeed leaves on modules, which would call the engine of an earlier training.
-RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
-LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
 def partition(
@@ -86,8 +81,8 @@ def partition(
                 each.ds_tensor.data = _on_disk(each.ds_tensor, Path(folder))
         give_back_freed_memory()
     for module in whole.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, buffer.to(device))
     require_one_type(whole.parameters())
     in_units = {parameter for unit in inner for parameter in unit.parameters()}
     for unit in inner:
@@ -167,17 +162,7 @@ def gathering(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         hooks.destroy()
-        forget(model)
-
-
-def forget(model: torch.nn.Module) -> None:
-    """Removes what hooks that were taken off have left: on modules of a model, and in DeepSpeed itself."""
-    for module in model.modules():
-        for name in LEFT:
-            vars(module).pop(name, None)
-    FWD_MODULE_STACK.clear()
-    released: Any = getattr(PartitionedParameterCoordinator, RELEASED)
-    getclosurevars(released).nonlocals["func"].cache_clear()  # which would keep the model alive
+        forget_hooks(model)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as o
 TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
 OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
 SHARED = ("parts.py", "plan.py", "timeline.py", "units.py", "work.py")
-SOURCES = tuple(PACKAGE / name for name in ("choices", "engines", "sizing", "model", *SHARED))
+SOURCES = tuple(PACKAGE / name for name in ("choices", "engines", "sizing", "model", "upstream", *SHARED))
 
 
 def step_code() -> str:

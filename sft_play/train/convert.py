@@ -16,6 +16,7 @@ from sft_play.errors import CheckpointError
 from sft_play.runlog import read_json
 from sft_play.train.checkpoints import STATE, saved_by
 from sft_play.train.pickles import load_mapped, only_tensors
+from sft_play.upstream.torch import LAST_RATES
 
 
 def load_moved(trainer: Trainer, checkpoint: Path, engine: Engine) -> None:
@@ -63,7 +64,7 @@ def use_own_rate(trainer: Trainer) -> None:
     bases = [rate * factor for factor in rate_factors(schedule)]
     share = schedule.lr_lambdas[0](schedule.last_epoch)
     schedule.base_lrs = bases
-    schedule._last_lr = [base * share for base in bases]
+    setattr(schedule, LAST_RATES, [base * share for base in bases])
     for group, base in zip(trainer.optimizer.param_groups, bases, strict=False):  # type: ignore[union-attr]
         group["initial_lr"], group["lr"] = base, base * share
 
@@ -77,8 +78,8 @@ def _load_schedule(trainer: Trainer, checkpoint: Path, groups: list[dict[str, An
     schedule: Any = trainer.lr_scheduler
     factors = rate_factors(schedule)[: len(groups)]
     saved = load_mapped(checkpoint / "scheduler.pt")
-    rates = {key: [saved[key][0] * factor for factor in factors] for key in ("base_lrs", "_last_lr")}
+    rates = {key: [saved[key][0] * factor for factor in factors] for key in ("base_lrs", LAST_RATES)}
     lambdas = {"lr_lambdas": saved["lr_lambdas"][:1] * len(factors)}
     schedule.load_state_dict({**saved, **rates, **lambdas})
-    for group, rate in zip(groups, schedule._last_lr, strict=True):
+    for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate

@@ -44,11 +44,10 @@ from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 from sft_play.ui.progress import spinner
+from sft_play.upstream.accelerate import wrapped_as_before
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
 WARM_UP = "warm-up"  # phase of the first
-# What accelerate.prepare leaves on a model.
-WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 def probe(session: Session) -> ProbeResult:
@@ -127,7 +126,7 @@ def fits_alone(session: Session, rows: Dataset) -> bool:
     model: Any = trainer.model
     prepare_for_training(model, StepSpec.of(session.job.config, plan))
     try:
-        inputs = trainer._prepare_inputs(trainer.data_collator(list(rows)))
+        inputs = trainer.micro_batch(rows)
         with trainer.accelerator.autocast():
             loss = token_loss(model, inputs)
         loss.backward()
@@ -259,22 +258,18 @@ def as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
     """Resets the trainer after the block, even after an error: settings, rows, random numbers."""
     names = ("args", "train_dataset", "callback_handler", "begin_phase", "skipped")
     before = {name: getattr(trainer, name) for name in names}
-    unwrapped = {name: trainer.model.__dict__[name] for name in WRAPPING if name in trainer.model.__dict__}
     scaler = trainer.accelerator.scaler
     scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     if scale:
         # at the initial scale of fp16 the first steps often overflow and are skipped, optimizer states too
         scaler.load_state_dict({**scale, "scale": 1.0})
     on_gpu = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu):
+    with torch.random.fork_rng(devices=on_gpu), wrapped_as_before(trainer.model):
         try:
             yield
         finally:
             for name, value in before.items():
                 setattr(trainer, name, value)
-            for name in WRAPPING:
-                trainer.model.__dict__.pop(name, None)
-            trainer.model.__dict__.update(unwrapped)
             trainer.state, trainer.control = TrainerState(), TrainerControl()
             if scale:
                 scaler.load_state_dict(scale)

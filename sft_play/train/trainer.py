@@ -1,7 +1,7 @@
 """The trainer of a run: TRL's, with what it has no argument or callback for."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,10 @@ class PlannedTrainer(SFTTrainer):
             warn(message)
         model.zero_grad()  # AdamW leaves weights without gradients as they are
 
+    def micro_batch(self, rows: Iterable[Any]) -> Any:
+        """Rows of the training data as tensors, on the device."""
+        return self._prepare_inputs(self._train_collator(list(rows)))
+
     def _rows_not_finite(self) -> list[str]:
         """This rank's rows of the step whose loss is not finite by themselves."""
         ranks, accumulation = self.accelerator.num_processes, self.args.gradient_accumulation_steps
@@ -196,7 +200,7 @@ class PlannedTrainer(SFTTrainer):
         rows = [row for place in places for row in micro_batches[place]["rows"]]
 
         def batch_of(row: int) -> Any:
-            return self._prepare_inputs(self._train_collator([{"rows": [row]}]))
+            return self.micro_batch([{"rows": [row]}])
 
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         with self.accelerator.autocast():

@@ -6,17 +6,20 @@ from typing import Any
 
 
 def forget_state() -> None:
-    """Lets accelerate find out anew which processes there are, and with what precision they compute."""
+    """Lets accelerate find out anew which processes there are, and with what precision they compute.
+
+    It has no public way (1.15). What makes this unnecessary: the same as for `state_of_a_run`.
+    """
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # it has no public way
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextmanager
 def state_of_a_run() -> Iterator[None]:
     """After the block, accelerate's state is as before it.
 
-    It is one for the process: an `Accelerator` of the user's own would be refused where its precision
+    It is one for the process (1.15): an `Accelerator` of the user's own would be refused where its precision
     differs. What makes this unnecessary: a state that belongs to an `Accelerator`.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -30,3 +33,30 @@ def state_of_a_run() -> Iterator[None]:
         for kind, before in kept:
             kind._shared_state.clear()
             kind._shared_state.update(before)
+
+
+def place_of_forward(module: Any) -> str:
+    """The attribute with the function by which a module computes, also where accelerate's hook is around it.
+
+    The hook calls what it found (1.15). What makes this unnecessary: a public name for that.
+    """
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+# What `Accelerator.prepare` leaves on a model.
+_WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
+
+
+@contextmanager
+def wrapped_as_before(model: Any) -> Iterator[None]:
+    """After the block, a model is wrapped by accelerate as before it, or not at all.
+
+    What makes this unnecessary: an `unwrap_model` that leaves nothing (1.15).
+    """
+    before = {name: vars(model)[name] for name in _WRAPPING if name in vars(model)}
+    try:
+        yield
+    finally:
+        for name in _WRAPPING:
+            vars(model).pop(name, None)
+        vars(model).update(before)

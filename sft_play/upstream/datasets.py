@@ -4,5 +4,8 @@ from typing import Any
 
 
 def fingerprint(rows: Any) -> str:
-    """What datasets names the content of a data set by; its public way is to save it and look."""
+    """What datasets names the content of a data set by.
+
+    Its public way is to save it and look (5.2). What makes this unnecessary: a public name.
+    """
     return rows._fingerprint

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from inspect import getclosurevars
 from threading import Timer
 from typing import Any
 
@@ -103,5 +104,29 @@ def let_go(engine: Any) -> None:
 
 
 def tie_states(optimizer: Any) -> None:
-    """Ties each parameter of ZeRO-2 to its part of the optimizer's state, as after the first step."""
+    """Ties each parameter of ZeRO-2 to its part of the optimizer's state, as after the first step.
+
+    Until then its public functions find no state to set (0.19). What makes this unnecessary: that they do.
+    """
     optimizer._lazy_init_hp_params_optimizer_state()
+
+
+# What ZeRO-3's hooks leave on modules, which would call the engine of an earlier training.
+_LEFT_ON_MODULES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
+_RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
+
+
+def forget_hooks(model: Any) -> None:
+    """Removes what ZeRO-3's hooks that were taken off have left: on a model's modules, in DeepSpeed itself.
+
+    What makes this unnecessary: that `destroy` removes it (0.19 does not).
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    for module in model.modules():
+        for name in _LEFT_ON_MODULES:
+            vars(module).pop(name, None)
+    FWD_MODULE_STACK.clear()
+    released: Any = getattr(PartitionedParameterCoordinator, _RELEASED)
+    getclosurevars(released).nonlocals["func"].cache_clear()  # which would keep the model alive

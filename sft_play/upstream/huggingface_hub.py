@@ -1,8 +1,8 @@
 """The network of huggingface_hub: a Hub that is silent is given up on, and what is cached is used instead.
 
-Its calls wait for an answer without a limit, or with one, but ask a silent Hub again and again. What makes
-this unnecessary: one limit for all of its calls, after which it uses what is cached. `hf_xet`, which brings
-large files, has a client of its own, which nothing here limits.
+Its calls wait for an answer without a limit, or with one, but ask a silent Hub again and again (2.4). What
+makes this unnecessary: one limit for all of its calls, after which it uses what is cached. `hf_xet`, which
+brings large files, has a client of its own, which nothing here limits.
 """
 
 import functools

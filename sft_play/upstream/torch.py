@@ -1,12 +1,16 @@
 """What we change in PyTorch, and take of its private parts."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from sft_play.upstream.patching import patched
+
+# In the state of a schedule: the learning rates that it has set last (2.13). What makes the name unnecessary:
+# a way to set them beside `get_last_lr`.
+LAST_RATES = "_last_lr"
 
 
 @contextmanager
@@ -34,8 +38,8 @@ def compiling_layers(variants: int, code: str, folder: Callable[[], str]) -> Ite
     What it compiles is kept in a folder, unless the user's variable names another one. `code` tells one state
     of our code from another: PyTorch's keys (2.13) know an operator by its name alone, so that with another
     backward pass of ours a hit would compute the old gradient. With it, functions of autograd may be kept,
-    which by default they are not. These are settings of the process; `torch.compile` has none for a function
-    alone.
+    which by default they are not. These are settings of the process; what makes this unnecessary: such
+    settings as arguments of `torch.compile`.
     """
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -60,8 +64,8 @@ def compiling_layers(variants: int, code: str, folder: Callable[[], str]) -> Ite
 def mark_dynamic(tensor: Any, *dimensions: int) -> None:
     """Lets the compiler take these sizes of a tensor for ones that change, unless a model needs a constant.
 
-    What makes this unnecessary: an argument of `torch.compile`. With its `dynamic=True` sizes that are equal
-    in the first micro-batch are one symbol, and the code is for such micro-batches alone.
+    What makes this unnecessary: an argument of `torch.compile`. With its `dynamic=True` (2.13) sizes that are
+    equal in the first micro-batch are one symbol, and the code is for such micro-batches alone.
     """
     import torch
 
@@ -73,7 +77,8 @@ def cpu_attention(query: Any, key: Any, value: Any, mask: Any, scale: float | No
     """The fused kernel of CPUs, causal if there is no mask, as `scaled_dot_product_attention` calls it.
 
     Tensors are [batch, heads, tokens, head_dim]. Besides the output it returns the logarithms of the sums of
-    exponentials, [batch, heads, tokens], which the gradients need and the public function keeps to itself.
+    exponentials, [batch, heads, tokens], which the gradients need. What makes this unnecessary: a public
+    function that returns them (2.13 keeps them to itself).
     """
     import torch
 
@@ -95,7 +100,10 @@ def cpu_attention_gradients(
 
 @contextmanager
 def dividing_integers() -> Iterator[None]:
-    """In the block, FSDP2 divides weights of integers, as 4-bit ones are; torch 2.11 fails at them."""
+    """In the block, FSDP2 divides weights of integers, as 4-bit ones are.
+
+    What makes this unnecessary: to support no torch that fails at them, as 2.11 does.
+    """
     from torch import nn
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -107,19 +115,99 @@ def dividing_integers() -> Iterator[None]:
 
 
 def wait_for_ranks(seconds: int) -> None:
-    """Lets this launcher wait so long for ranks that it ends; torch 2.11 knows no variable for that."""
+    """Lets this launcher wait so long for ranks that it ends.
+
+    What makes this unnecessary: to support no torch without a variable for that, as 2.11.
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     PContext.close.__defaults__ = (None, seconds)
 
 
 def is_view(tensor: Any) -> bool:
-    """Whether a tensor is a view for autograd, which copies the gradient of one that is changed in place."""
+    """Whether a tensor is a view for autograd, which copies the gradient of one that is changed in place.
+
+    What makes this unnecessary: a public name (2.13 has none).
+    """
     return tensor._is_view()
 
 
 def keep_busy(cycles: int) -> None:
-    """Lets a GPU wait, so that operations are in its queue when it is done."""
+    """Lets a GPU wait, so that operations are in its queue when it is done.
+
+    What makes this unnecessary: a public name (2.13 has none).
+    """
     import torch
 
     torch.cuda._sleep(cycles)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no memory: of a trace, or one of the compiler's.
+
+    What makes this unnecessary: a public name of its class (2.13 has none).
+    """
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operation: its name without the overload, whether it changes an argument.
+
+    What makes this unnecessary: public names for these (2.13 has none).
+    """
+    return operation._schema
+
+
+def active_modes() -> Sequence[Any]:
+    """The modes that see this thread's operations, the innermost last.
+
+    What makes this unnecessary: a public list of them (2.13 has none).
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
+
+def run_backward(loss: Any) -> None:
+    """The backward pass of a scalar loss, about which no mode for functions is asked.
+
+    What makes this unnecessary: a torch.autograd.backward that asks none (2.13 does).
+    """
+    import torch
+
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def begin_profile() -> Callable[[], list[Any]]:
+    """Records marks and the events of the CPU allocator, until its result is called and returns them.
+
+    They are trees; these are their roots.
+
+    What makes this unnecessary: a torch.profiler (2.13) that can leave out the operations, which take longer
+    to record than to run.
+    """
+    import torch
+    from torch._C._profiler import (
+        ProfilerActivity,
+        ProfilerConfig,
+        ProfilerState,
+        RecordScope,
+        _ExperimentalConfig,
+    )
+
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+    activities = {ProfilerActivity.CPU}
+    # The type stub lacks the third argument: only marks are recorded, not every operation.
+    enable: Any = torch.autograd._enable_profiler
+    torch.autograd._prepare_profiler(config, activities)
+    enable(config, activities, {RecordScope.USER_SCOPE})
+
+    def end() -> Any:
+        result: Any = torch.autograd._disable_profiler()
+        return result.experimental_event_tree()
+
+    return end

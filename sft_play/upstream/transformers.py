@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from sft_play.upstream.patching import lasting, patched
 
@@ -11,7 +12,7 @@ from sft_play.upstream.patching import lasting, patched
 def attention_called(names: Sequence[str], function: Callable[..., Any]) -> Iterator[None]:
     """In the block, models find a function by the names that a config has for attention.
 
-    What makes this unnecessary: an `unregister` beside `register`, which keeps functions for all models.
+    What makes this unnecessary: an `unregister` beside `register`, which keeps functions for all (5.23).
     """
     from transformers import AttentionInterface
 
@@ -28,8 +29,8 @@ def attention_called(names: Sequence[str], function: Callable[..., Any]) -> Iter
 def grouping(rewrite: Callable[[Mapping[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
     """In the block, trackers show records under the names that `rewrite` gives them.
 
-    Its own are "eval", and "train" for all the rest, also for what has a group ("speed/mfu"). What makes this
-    unnecessary: callbacks that leave names with a group alone.
+    Its own are "eval", and "train" for all the rest, also for what has a group ("speed/mfu"; 5.23). What
+    makes this unnecessary: callbacks that leave names with a group alone.
     """
     from transformers.integrations import integration_utils
 
@@ -63,13 +64,19 @@ def _templates_compiled_anew() -> Iterator[None]:
 
 
 def classes_by_config(auto: Any) -> Any:
-    """The mapping of an auto class, config class -> model class (or several), which has no public name."""
+    """The mapping of an auto class, config class -> model class (or several).
+
+    What makes this unnecessary: a public name (5.23 has none).
+    """
     return auto._model_mapping
 
 
 @contextmanager
 def loaded_as(auto: Any, config_class: type, model_class: type) -> Iterator[None]:
-    """In the block, an auto class makes this model from such a config, as its `register` does for good."""
+    """In the block, an auto class makes this model from such a config, as its `register` does for good.
+
+    What makes this unnecessary: a way to take back what was registered (5.23 has none).
+    """
     known = auto._model_mapping
     before = dict(known._extra_content)
     known.register(config_class, model_class, exist_ok=True)
@@ -81,19 +88,84 @@ def loaded_as(auto: Any, config_class: type, model_class: type) -> Iterator[None
 
 
 def undivided(model: Any) -> Sequence[str]:
-    """Names of the classes of a model's layers, each of which stays on one device."""
+    """Names of the classes of a model's layers, each of which stays on one device.
+
+    What makes this unnecessary: a public name (5.23 has none).
+    """
     return model._no_split_modules or ()
 
 
 def types_apart(model: Any, dtype: object) -> dict[str, Any]:
-    """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so."""
+    """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so.
+
+    What makes this unnecessary: a public name (5.23 has none).
+    """
     return model._get_dtype_plan(dtype)
 
 
 def has_routers(model: Any) -> bool:
-    """Whether any of a model's layers is one whose router logits transformers would record."""
+    """Whether any of a model's layers is one whose router logits transformers would record.
+
+    What makes this unnecessary: a model that says whether it has routers (5.23 does not).
+    """
     recorders = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     found = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
     routers = [router for each in found for router in (each if isinstance(each, list) else [each])]
     classes = tuple(getattr(router, "target_class", router) for router in routers)
     return not classes or any(isinstance(module, classes) for module in model.modules())
+
+
+def supports(model_class: Any, what: Literal["sdpa", "flash_attn", "attention_backend"]) -> bool | None:
+    """Whether models of a class can have PyTorch's attention, FlashAttention, or any that is registered.
+
+    None: its transformers does not say. What makes this unnecessary: public names for it (5.23 has none).
+    """
+    return getattr(model_class, f"_supports_{what}", None)
+
+
+def recompute_by(layer: Any, function: Callable[..., Any]) -> None:
+    """Lets a layer that is recomputed be so by a function like `torch.utils.checkpoint.checkpoint`.
+
+    What makes this unnecessary: a function as an argument of `gradient_checkpointing_enable` (5.23: none).
+    """
+    layer._gradient_checkpointing_func = function
+
+
+def recomputed(layer: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the place of a layer's forward pass, recomputed as the layer would be.
+
+    What makes this unnecessary: a public name of the function that the layer calls (5.23 has none).
+    """
+    return layer._gradient_checkpointing_func(function, *args)
+
+
+def quantize_layers(model: Any, settings: Any) -> None:
+    """Replaces the linear layers of a model on the meta device as loading it with these settings does.
+
+    The config's mark is for FalconMamba's forward pass, which reads it. What makes this unnecessary: a way to
+    build a quantized model from its config alone (5.23 has none).
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    AutoHfQuantizer.from_config(settings).preprocess_model(model, device_map=None)
+    model.is_loaded_in_4bit = model.config._is_quantized = True
+
+
+def joins_weights(model: Any) -> bool:
+    """Whether weights of a loaded model are made of several in its files.
+
+    What makes this unnecessary: a public name for how they were made (5.23 has none).
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    return any(isinstance(each, WeightConverter) for each in model._weight_conversions)
+
+
+def save_from(model: Any, weights: Any) -> None:
+    """Lets `save_pretrained` take `weights`, by name, when it writes the file that they belong to.
+
+    It does so for weights that accelerate has offloaded, and knows these by what is set here (5.23). What
+    makes this unnecessary: a `state_dict` that is read file by file.
+    """
+    model._hf_hook = SimpleNamespace(weights_map=weights)
+    model.hf_device_map = {"": "disk"}

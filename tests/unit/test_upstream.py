@@ -224,7 +224,6 @@ WRITTEN = [
     ("merged_adapters", "peft.tuners.lora:Linear.merge", "self.merged_adapters.append("),
     ("_fingerprint", "datasets:Dataset", "self._fingerprint"),
     ("_parameters", "torch.nn:Module", "_parameters"),
-    ("_buffers", "torch.nn:Module", "_buffers"),
     ("_last_lr", "torch.optim.lr_scheduler:LRScheduler", "self._last_lr"),
     ("num_alloc_retries", "torch.cuda:memory_stats", "num_alloc_retries"),
     (
@@ -280,6 +279,7 @@ VALUES = {
     "torch.distributed.distributed_c10d:_tags_to_pg": ...,
     "torch.distributed.distributed_c10d:_unregister_process_group": ...,
     "torch.distributed.distributed_c10d:_world": ...,
+    "torch.testing._internal.distributed.fake_pg:FakeStore": ...,
     "torch:ops.c10d._allgather_base_": ...,
     "torch:ops.c10d._reduce_scatter_base_": ...,
     "torch._C:_storage_Use_Count": ...,
@@ -332,30 +332,25 @@ NOT_PRIVATE = {
     "_sleep",
     "_stderr",
 }
-# Operations of torch.ops.aten that a device's own attention or loss is dispatched to: work.py has a rule for each, and one
-# that is gone is counted by the general rule.
-ATEN = {
+# Operations that public functions of torch are dispatched to. For those of `torch.ops.aten` work.py has a rule each, and
+# one that is gone is counted by the general rule.
+OPERATIONS = {
     "_log_softmax", "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax", "_softmax_backward_data", "_unsafe_view",
+    "_allgather_base_", "_grouped_mm", "_index_put_impl_", "_reduce_scatter_base_", "_safe_softmax",
 }  # fmt: skip
 
 
 # Why private names stay outside of the room -> files.
 OUTSIDE = {
-    "the trace works inside of PyTorch's dispatcher, profiler and FSDP2, and is nothing else": (
-        "sizing/kernels/cpu.py sizing/kernels/simulation.py sizing/meters/cpu.py sizing/recording/fake_results.py "
-        "sizing/recording/operations.py sizing/recording/recorder.py sizing/trace/fake_model.py "
-        "sizing/trace/sharded.py sizing/trace/zero3.py model/layers/stand_in.py"
+    "the trace works inside of PyTorch's dispatcher and FSDP2, and is nothing else": (
+        "sizing/recording/fake_results.py sizing/recording/recorder.py sizing/trace/sharded.py "
+        "sizing/trace/trace.py sizing/trace/zero3.py model/layers/stand_in.py"
     ),
     "a subclass of the library's overrides its methods, which cannot be elsewhere": (
         "train/trainer.py launch/rendezvous.py"
     ),
-    "attributes of single modules of one model, which end with it": (
-        "model/layers/compilation.py model/layers/own_passes.py model/layers/liger.py "
-        "model/layers/recomputation.py model/weights/merged.py "
-        "engines/zero3_parts.py train/probe.py train/convert.py"
-    ),
-    "says of an architecture what it can": "model/attention/choice.py",
+    "the code of a module is compared, and its private method is a part of it": "model/layers/liger.py",
 }
 
 
@@ -467,7 +462,7 @@ def private_names() -> dict[str, set[str]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                 used.add(node.value)
             elif isinstance(node, ast.ImportFrom):
-                used |= {alias.name for alias in node.names}
+                used |= {alias.name for alias in node.names} | set((node.module or "").split("."))
     overridden = set(re.findall(r"super\(\)\.(\w+)\(", "".join(FILES.values()))) & own
     found = {file: used - own | overridden & WORDS[file] for file, used in taken.items()}
     return {file: {n for n in used if re.fullmatch(r"_[a-zA-Z]\w*", n)} for file, used in found.items()}
@@ -476,19 +471,38 @@ def private_names() -> dict[str, set[str]]:
 def test_every_private_name_that_we_take_is_asked_for_here():
     tables = [*CALLED, *VALUES, *(" ".join(row) for row in WRITTEN)]
     tested = {"_get_current_dispatch_mode_stack", "_supports_attention_backend", "_schema"}
-    listed = set(re.findall(r"\w+", " ".join(tables))) | ON_A_GPU | NOT_PRIVATE | ATEN | tested
+    listed = set(re.findall(r"\w+", " ".join(tables))) | ON_A_GPU | NOT_PRIVATE | OPERATIONS | tested
     assert set().union(*private_names().values()) - listed == set()
 
 
 def test_private_names_of_libraries_have_one_room():
     """Each of the others is here with its reason, and goes from here when it needs none any more."""
     names = {
-        file.removeprefix("sft_play/"): found - NOT_PRIVATE - ATEN for file, found in private_names().items()
+        file.removeprefix("sft_play/"): found - NOT_PRIVATE - OPERATIONS
+        for file, found in private_names().items()
     }
     outside = {
         file for file, found in names.items() if found and not file.startswith(("upstream/", "benchmarks/"))
     }
     assert outside == {file for files in OUTSIDE.values() for file in files.split()}
+
+
+def test_what_we_take_or_change_says_since_which_version_and_what_would_end_it():
+    """In a function's own docstring, its module's, or that of a function which it refers to."""
+    for file, text in FILES.items():
+        if not file.startswith("sft_play/upstream/") or file.endswith("/patching.py"):
+            continue
+        tree = ast.parse(text)
+        said = {
+            node.name: ast.get_docstring(node) or ""
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+        }
+        for name in (name for name in said if not name.startswith("_")):
+            others = (said.get(other, "") for other in re.findall(r"`(\w+)`", said[name]))
+            whole = " ".join([ast.get_docstring(tree) or "", said[name], *others])
+            assert re.search(r"\d\.\d+", whole), f"{file}: {name} names no version of the library"
+            assert "unnecessary" in whole, f"{file}: {name} does not say what would make it unnecessary"
 
 
 def test_what_is_asked_for_here_is_used():

@@ -16,7 +16,7 @@ from sft_play.model.architecture.shape import setting
 from sft_play.model.attention.table import ATTENTIONS, NAME, Attention
 from sft_play.reasons.method import Padded
 from sft_play.units import SIXTEEN_BIT
-from sft_play.upstream.transformers import classes_by_config
+from sft_play.upstream.transformers import classes_by_config, supports
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -48,7 +48,7 @@ def choose_attention(
         if problem := _unfit(asked, config, dtype):
             raise ConfigError(f"model.attention={asked}: {problem}, or set model.attention=auto")
         return asked
-    if model_class is not None and not hasattr(model_class, "_supports_sdpa"):
+    if model_class is not None and supports(model_class, "sdpa") is None:
         raise ConfigError(
             f"model.attention=auto: {model_class.__name__} does not say whether it supports PyTorch's "
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
@@ -57,7 +57,7 @@ def choose_attention(
     plain = generation_attention(config)
     if calls_ours(config) and (plain == "sdpa" or has_sinks(config)):
         return NAME
-    takes_packages = model_class is not None and model_class._supports_flash_attn
+    takes_packages = model_class is not None and supports(model_class, "flash_attn")
     if takes_packages and device == "cuda" and torch.cuda.is_available():
         known = capability or torch.cuda.get_device_capability()
         for name, row in reversed(ATTENTIONS.items()):  # the newest first
@@ -73,7 +73,7 @@ def generation_attention(config: PretrainedConfig) -> str:
     unknown before it is loaded.
     """
     model_class = _class_of(config)
-    supports_sdpa = model_class is not None and model_class._supports_sdpa
+    supports_sdpa = model_class is not None and supports(model_class, "sdpa")
     plain_scores = getattr(config.get_text_config(), "attn_logit_softcapping", None) is None
     return "sdpa" if supports_sdpa and plain_scores else "eager"
 
@@ -84,8 +84,8 @@ def _require_supported(asked: str, config: PretrainedConfig) -> None:
     if model_class is None:
         return
     lacks_ours = asked == NAME and not calls_ours(config)
-    lacks_sdpa = asked == "sdpa" and not model_class._supports_sdpa
-    lacks_package = ATTENTIONS[asked].is_package and not model_class._supports_flash_attn
+    lacks_sdpa = asked == "sdpa" and not supports(model_class, "sdpa")
+    lacks_package = ATTENTIONS[asked].is_package and not supports(model_class, "flash_attn")
     if lacks_ours or lacks_sdpa or lacks_package:
         raise ConfigError(
             f"model.attention={asked}: {model_class.__name__} does not support it; allowed for it: auto, "
@@ -176,7 +176,7 @@ def why_rows_mix(architecture: PretrainedConfig) -> Padded | None:
     """
     model_class = _class_of(architecture)
     if model_class is not None and (
-        not model_class._supports_attention_backend or family_of(architecture).loses_boundaries
+        not supports(model_class, "attention_backend") or family_of(architecture).loses_boundaries
     ):
         return Padded("boundaries", model_class.__name__)
     others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS

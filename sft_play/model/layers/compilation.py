@@ -25,7 +25,7 @@ from sft_play.model.layers.own_passes import replace_forward
 from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import compiling_layers, mark_dynamic
-from sft_play.upstream.transformers import attention_called
+from sft_play.upstream.transformers import attention_called, recomputed
 
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
 # a process trains. A layer of more of them would compute without compilation, and PyTorch would say so.
@@ -109,7 +109,7 @@ def _compiled(kind: Any) -> Callable[..., Any]:
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if wrapped and layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(partial(compute, layer, **kwargs), *args)
+            return recomputed(layer, partial(compute, layer, **kwargs), *args)
         return compute(layer, *args, **kwargs)
 
     return forward

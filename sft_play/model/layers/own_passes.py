@@ -18,6 +18,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from sft_play.choices.kernels import LAYERS
+from sft_play.upstream.accelerate import place_of_forward
 
 
 def code_of(kernels: str) -> Any:
@@ -63,17 +64,12 @@ def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
 
 def replace_forward(module: torch.nn.Module, forward: object) -> None:
     """Lets a module compute by another function of its arguments."""
-    setattr(module, _place_of_forward(module), forward)
+    setattr(module, place_of_forward(module), forward)
 
 
 def forward_of(module: torch.nn.Module) -> Any:
     """The function by which a module computes now."""
-    return getattr(module, _place_of_forward(module))
-
-
-def _place_of_forward(module: torch.nn.Module) -> str:
-    """The attribute; accelerate's hook, where there is one, calls what it found."""
-    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    return getattr(module, place_of_forward(module))
 
 
 def _replacement(kind: type, code: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sft_play.model.architecture.shape import decoder_layers
 from sft_play.model.layers.inputs_in_ram import InputsInRam
 from sft_play.parts import Activations
+from sft_play.upstream.transformers import recompute_by
 
 RECOMPUTING: dict[str, Any] = {"use_reentrant": False}
 
@@ -42,7 +43,7 @@ def adjust(model: Any, activations: Activations) -> None:
             if number >= len(layers) - activations.kept_layers:
                 module.gradient_checkpointing = False
             elif offload:
-                module._gradient_checkpointing_func = inputs.checkpoint
+                recompute_by(module, inputs.checkpoint)
 
 
 def can_mix(model: Any) -> bool:

@@ -3,7 +3,9 @@
 from abc import abstractmethod
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft_play.upstream.torch import active_modes
 
 
 class Counts(TorchDispatchMode):
@@ -19,7 +21,7 @@ def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0,
 
     `like` is a tensor of any shape, in the dtype that the kernel computes in; the others are as in `Work`.
     """
-    for mode in reversed(_get_current_dispatch_mode_stack()):
+    for mode in reversed(active_modes()):
         if isinstance(mode, Counts):
             mode.kernel(kind, like.dtype, m, n, k, moved)
             return

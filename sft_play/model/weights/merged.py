@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter
 
 from sft_play.engines.stored import put_to_use, type_in_use
 from sft_play.errors import NonFiniteError, first_line
 from sft_play.model.weights.finished import first_not_finite
+from sft_play.upstream.transformers import joins_weights, save_from
 
 FP32_COPIES = 4  # of a matrix, while PEFT merges an adapter into it: product, its multiple, matrix, sum
 
@@ -32,8 +31,7 @@ def is_mapped(base: PreTrainedModel) -> bool:
 
     Experts that transformers joins while loading, for one, are in RAM, and are parted again by saving.
     """
-    conversions: Any = base._weight_conversions
-    return not any(isinstance(each, WeightConverter) for each in conversions)
+    return not joins_weights(base)
 
 
 def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> tuple[PreTrainedModel, int]:
@@ -58,8 +56,7 @@ def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> t
     if mapped:
         weights = dict(model.named_parameters(remove_duplicate=False))
         _leave_empty(model)
-        model._hf_hook = SimpleNamespace(weights_map=_MergedWeights(weights, layers, dtype, adapter))
-        model.hf_device_map = {"": "disk"}  # by this save_pretrained knows offloaded weights
+        save_from(model, _MergedWeights(weights, layers, dtype, adapter))
     model.to(dtype)
     whole = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     _require_finite(whole)

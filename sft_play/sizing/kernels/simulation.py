@@ -32,6 +32,8 @@ from sft_play.sizing.recording.operations import nbytes
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.units import SIXTEEN_BIT
 from sft_play.upstream.patching import patched
+from sft_play.upstream.torch import run_backward
+from sft_play.upstream.trl import head_computed_by
 from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
 
 # CUDA autocast casts the inputs of the first group to fp32, and only the result of the second one; CPU
@@ -218,7 +220,7 @@ class CudaAutocast(TorchFunctionMode):
         if func is torch.Tensor.backward:
             # The mode is off within its own handler, but must be on while checkpointed layers are recomputed.
             with self:
-                return _run_backward(args[0])
+                return run_backward(args[0])
         name = getattr(func, "__name__", "")
         if name in ("dropout", "dropout_") and "Module" not in str(func):
             return _cuda_dropout(func, *args, **kwargs)
@@ -233,13 +235,6 @@ class CudaAutocast(TorchFunctionMode):
             dim = kwargs.get("dim", args[-1])  # its second argument, if it is not named
             return torch._softmax(args[0], dim, True)  # reads fp16; bf16 is copied to fp32 first
         return func(*args, **kwargs)
-
-
-def _run_backward(loss: torch.Tensor) -> None:
-    """The backward pass of a scalar loss."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _is_sixteen_bit(args: Sequence[Any]) -> bool:
@@ -289,8 +284,6 @@ def simulate_cuda(
         windows: whether attention needs no mask for a sliding window.
         joined: stands for the kernel that serves joined sequences in one call; None if there are none.
     """
-    from trl.kernels import chunked_logprob
-
     from sft_play.model.attention import varlen
     from sft_play.model.layers import loss_head
     from sft_play.model.layers.own_passes import code_of
@@ -307,9 +300,6 @@ def simulate_cuda(
         (varlen, "device_capability", lambda device: capability),
         *((code, *item) for code in map(code_of, LAYERS) for item in code.STAND_INS.items()),
         (loss_head, "is_on_cpu", lambda tensor: False),
-        (chunked_logprob, "_forward_tile", _forward_tile),
-        (chunked_logprob, "_backward_tile", _backward_tile),
-        (chunked_logprob, "_addmm_fp32", _add_product),
         # PEFT asks without naming a device, which means CUDA.
         (torch, "is_autocast_enabled", lambda *device: autocast_enabled(*(device or ("cpu",)))),
     ]
@@ -318,6 +308,7 @@ def simulate_cuda(
     with ExitStack() as stack:
         for target, name, replacement in replacements:
             stack.enter_context(patched(target, name, replacement))
+        stack.enter_context(head_computed_by(_forward_tile, _backward_tile, _add_product))
         stack.enter_context(CudaAutocast())
         yield
 

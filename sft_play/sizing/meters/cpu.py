@@ -10,17 +10,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _EventType,
-    _ExperimentalConfig,
-)
-from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
+
+from sft_play.upstream.torch import begin_profile, is_fake
 
 MARK, MEMORY = "sft-play ", "[memory]"
 ANCHOR = "anchor"
@@ -73,7 +66,7 @@ def alive_bytes(model: torch.nn.Module) -> int:
     real = [
         each
         for each in others
-        if not isinstance(each, FakeTensor) and each.device.type == "cpu" and each.layout == torch.strided
+        if not is_fake(each) and each.device.type == "cpu" and each.layout == torch.strided
     ]
     return sum(_storages([*_tensors_of(model), *gradients, *filter(_has_memory, real)]).values())
 
@@ -97,22 +90,15 @@ def mark(name: str) -> None:
 def allocator_events() -> Iterator[list[Event]]:
     """Collects the events of the CPU allocator and our marks, in chronological order.
 
-    The list is filled when the context ends. torch.profiler itself would also record every operation, which
-    takes longer than the step. The clock of some virtual machines jumps; events are then missing.
+    The list is filled when the context ends. Events are missing where the clock of a virtual machine jumps.
     """
-    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
-    activities = {ProfilerActivity.CPU}
     found: list[Event] = []
-    # The type stub lacks the third argument: only marks are recorded, not every operation.
-    enable: Any = torch.autograd._enable_profiler
     with _counting_everywhere():
-        torch.autograd._prepare_profiler(config, activities)
-        enable(config, activities, {RecordScope.USER_SCOPE})
+        events = begin_profile()
         try:
             yield found
         finally:
-            result: Any = torch.autograd._disable_profiler()
-            found += _events(result.experimental_event_tree())
+            found += _events(events())
 
 
 @contextmanager
@@ -130,7 +116,7 @@ def _events(roots: list[Any]) -> list[Event]:
     while nodes:
         node = nodes.pop()
         nodes += node.children
-        if node.tag == _EventType.Allocation:
+        if node.tag.name == "Allocation":
             block = node.typed[1]
             found.append(Event(node.start_time_ns, MEMORY, block.alloc_size, block.total_allocated))
         elif node.name.startswith(MARK):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from sft_play.upstream.torch import schema_of
+
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # shape, stride, type and device
 Maker = Callable[["KeepingFakeMode", Any, Sequence[Any], Mapping[str, Any]], Any]  # mode, operation, operands
 
@@ -119,7 +121,7 @@ class KeepingFakeMode(FakeTensorMode):
 
 def _maker_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Maker | None:
     """How such a result is made again; None if PyTorch has to be asked."""
-    if ODD.intersection(func.tags) or func._schema.name.partition("::")[2] in NOT_KEPT:
+    if ODD.intersection(func.tags) or schema_of(func).name.partition("::")[2] in NOT_KEPT:
         return None
     if out is None:
         return _nothing
@@ -136,7 +138,7 @@ def _maker_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     own = [each.untyped_storage()._cdata for each in outs]
     if storages.issuperset(own):
         one_device = len({each.fake_device for each in given}) == 1
-        return _view if one_device and not func._schema.is_mutable else None
+        return _view if one_device and not schema_of(func).is_mutable else None
     if not storages.isdisjoint(own) or len(set(own)) < len(own) or not all(map(_is_plain, outs)):
         return None
     layouts = [(each.shape, each.stride(), each.dtype, each.fake_device) for each in outs]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, Segment, sweeps
+from sft_play.upstream.torch import schema_of
 from sft_play.work import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -132,14 +133,14 @@ def asks(args: Sequence[Any], out: object) -> Description:
 
 def rule_of(func: Any) -> Callable[[Sequence[Any], Any], Description]:
     """The rule that describes an operation; look it up once for each operation."""
-    namespace, _, name = func._schema.name.partition("::")
+    namespace, _, name = schema_of(func).name.partition("::")
     if namespace in QUESTIONS:
         return asks
     if name in RULES:
         return RULES[name]
     if func.is_view:
         return RULES["detach"]
-    return _moving(IN_PLACE if func._schema.is_mutable else ELEMENTWISE, _in_and_out)
+    return _moving(IN_PLACE if schema_of(func).is_mutable else ELEMENTWISE, _in_and_out)
 
 
 def layers_in_order(

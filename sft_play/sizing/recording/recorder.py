@@ -16,6 +16,7 @@ from sft_play.model.layers.stand_in import Counts
 from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_function_modes
 from sft_play.sizing.recording.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.upstream.torch import is_view
 from sft_play.work import FREE, IN_RAM, TRANSFER, Work
 
 DEVICE_OF = torch.ops.prim.device.default
@@ -244,7 +245,7 @@ class AllocationRecorder(Counts):
             and term.untyped_storage()._cdata in self._open
             and term.dtype == other.dtype
             and is_dense(term)
-            and not term._is_view()
+            and not is_view(term)
         )
 
     def kernel(self, kind: int, dtype: torch.dtype, m: float, n: float, k: float, moved: float) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners.lora import dora
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters.attach import attach_adapter
@@ -27,6 +26,7 @@ from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.layers import choose_layers, told_apart
 from sft_play.timeline import WHOLE_MODEL
 from sft_play.upstream.patching import patched
+from sft_play.upstream.transformers import quantize_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,9 +59,7 @@ def skeleton(
     stand_ins = keep_one_of_each_kind(model, spec.activations.apart) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
-            quantizer = AutoHfQuantizer.from_config(nf4(dtype))
-            quantizer._process_model_before_weight_loading(model, device_map=None)
-            model.is_loaded_in_4bit = model.config._is_quantized = True
+            quantize_layers(model, nf4(dtype))
             keep_differentiable(model)
     own_passes.replace_forwards(model, spec.kernels)
     model.config.use_cache = False
@@ -223,19 +221,18 @@ def _materialise_module(
 
 def plain_tensors(module: torch.nn.Module, made: dict[int, torch.nn.Parameter]) -> Iterator[torch.Tensor]:
     """Replaces the module's own meta parameters and buffers, of any shape, with fake ones; yields these."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None or parameter.device.type != "meta":
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if parameter.device.type != "meta":
             continue
         if id(parameter) not in made:
             data = torch.empty(parameter.shape, dtype=parameter.dtype)
             made[id(parameter)] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-        module._parameters[name] = made[id(parameter)]
+        setattr(module, name, made[id(parameter)])
         yield made[id(parameter)]
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None:
-            made_buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
-            module._buffers[name] = made_buffer
-            yield made_buffer
+    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        made_buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
+        setattr(module, name, made_buffer)
+        yield made_buffer
 
 
 def unpacking_for_dora() -> AbstractContextManager[None]:
@@ -290,7 +287,7 @@ def four_bit_tensors(module: Any) -> list[tuple[torch.Tensor, bool]]:
     # A Params4bit cannot hold a fake tensor, but an ordinary parameter with a quant_state works too.
     weight: Any = torch.nn.Parameter(packed, requires_grad=False)
     weight.quant_state, weight.bnb_quantized = state, True
-    module._parameters["weight"], module.quant_state = weight, state
+    module.weight, module.quant_state = weight, state
     original = packed.new_empty((rows, columns), dtype=module.compute_dtype)
     scales, centred = torch.empty(blocks), torch.empty(blocks)
     before = [(original, False), (scales, False), (weight, True), (state.code, True), (state.offset, True)]

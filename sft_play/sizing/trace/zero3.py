@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.upstream.patching import patched
+from sft_play.upstream.torch import is_view
 
 
 class KeepingLinear(torch.autograd.Function):
@@ -64,7 +65,7 @@ class _KeptViews:
 
     def save(self, tensor: torch.Tensor) -> Any:
         """What the graph keeps in the place of a tensor of any shape."""
-        if not tensor._is_view():
+        if not is_view(tensor):
             return tensor
         saved = _Saved(tensor)
         self._of_storage[tensor.untyped_storage()._cdata].add(saved)
