@@ -52,7 +52,6 @@ CALLED = {
     "torch:_foreach_sqrt": "",
     "torch:ops.aten._index_put_impl_.default": "",
     "torch:ops.bitsandbytes.gemm_4bit.default": "",
-    "torch._C._profiler:_EventType": "",
     "torch._C._profiler:_ExperimentalConfig": "",
     "torch._subclasses.fake_tensor:FakeTensor.__new__": "elem device",
     "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
