@@ -59,11 +59,11 @@ def test_the_demo_rows_become_files_and_the_rest_of_the_config_stays():
     [
         (
             resolved("builtin:demon"),
-            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:tiny",
+            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:tiny, builtin:smollm2-135m",
         ),
         (
             resolved(val_path="builtin:tiny"),
-            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo",
+            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo, builtin:replies",
         ),
     ],
 )
