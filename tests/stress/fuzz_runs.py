@@ -300,7 +300,7 @@ def run_process(case: Case, setting: Setting) -> str:
         allowed = {2} | allowed - {0}
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
-    if case.words[0] == "plan" and "TORCH_LOGS" in environment:  # a plan from the cache needs no PyTorch
+    if case.words[0] in ("plan", "config-schema") and "TORCH_LOGS" in environment:  # they may need no PyTorch
         allowed |= {0}
     if environment.keys() & {"WORLD_SIZE"} and case.words[0] != "train":
         allowed |= {0, 6}
