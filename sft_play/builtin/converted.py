@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 CARD = """# SmolLM2-135M-Instruct
 
@@ -28,7 +28,7 @@ def make_smollm2(folder: Path, gguf: Path) -> dict[str, int]:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the file has 1e-05 in fp32
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     _tokenizer(gguf).save_pretrained(folder)

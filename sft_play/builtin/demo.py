@@ -68,8 +68,8 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
             raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed[name])}")
     made = {}
     for split in SPLITS:
-        if value := named.get(f"data.{split}_path"):
-            made[f"data.{split}_path"] = str(ROWS_OF[value](split))
+        if asked := named.get(f"data.{split}_path"):
+            made[f"data.{split}_path"] = str(ROWS_OF[asked](split))
     if config.model.name == "builtin:demo":
         made["model.name"] = str(demo_model())
     elif config.model.name == "builtin:tiny":
