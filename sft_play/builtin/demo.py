@@ -11,8 +11,10 @@ The name of a cache folder is a hash of the code and inputs that generate it, so
 one.
 """
 
+import contextlib
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +25,7 @@ from typing import Any
 
 from sft_play.builtin import replies, wheel, world
 from sft_play.cache import cache_dir
-from sft_play.config.inputs import DataInput, data_inputs
+from sft_play.config.inputs import DataInput, asked_name, data_inputs, training_paths
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -38,7 +40,8 @@ from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
-MODELS, DATA = ("builtin:demo", "builtin:tiny", "builtin:smollm2-135m"), ("builtin:demo", "builtin:replies")
+DEMO, TINY, SMOLLM2 = "builtin:demo", "builtin:tiny", "builtin:smollm2-135m"
+MODELS, DATA = (DEMO, TINY, SMOLLM2), (DEMO, "builtin:replies")
 
 # Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
 SEED = 0
@@ -59,7 +62,7 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     """
     config = resolved.config
     allowed = {**{f"data.{split}_path": DATA for split in SPLITS}, "model.name": MODELS}
-    named = {name: value for name in allowed if (value := _value(config, name) or "").startswith(PREFIX)}
+    named = {name: value for name in allowed if (value := _value(config, name)).startswith(PREFIX)}
     for source in config.data.sources:
         if source.path.startswith(PREFIX):
             raise ConfigError(f"data.sources: {source.path} cannot be one of several sources")
@@ -70,19 +73,22 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     for split in SPLITS:
         if asked := named.get(f"data.{split}_path"):
             made[f"data.{split}_path"] = str(ROWS_OF[asked](split))
-    if config.model.name == "builtin:demo":
+    if named.get("model.name") == DEMO:
         made["model.name"] = str(demo_model())
-    elif config.model.name == "builtin:tiny":
+    elif named.get("model.name") == TINY:
         inputs = [given for given in data_inputs(config.data) if given.split == "train"]
         here = [replace(given, path=made.get("data.train_path", given.path)) for given in inputs]
         made["model.name"] = str(tiny_model(here))
-    elif config.model.name == "builtin:smollm2-135m":
+    elif named.get("model.name") == SMOLLM2:
         made["model.name"] = str(smollm2())
     return _replaced(resolved, named, made)
 
 
-def _value(config: RunConfig, name: str) -> str | None:
-    return attrgetter(name)(config)
+def _value(config: RunConfig, name: str) -> str:
+    """A setting; the built-in that it was, if its folder is no longer in the cache: it is made again."""
+    value = attrgetter(name)(config) or ""
+    asked = asked_name(value)
+    return asked if asked != value and not Path(value).exists() else value
 
 
 def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, str]) -> ResolvedConfig:
@@ -104,6 +110,8 @@ def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
             return make(temporary)
 
     store.build(folder, make_quietly)
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(folder)  # used today
     return folder
 
 
@@ -117,7 +125,7 @@ def reply_rows(split: str) -> Path:
     return _row_files("replies-data", REPLIES, replies.reply) / f"{split}.jsonl"
 
 
-ROWS_OF = {"builtin:demo": demo_rows, "builtin:replies": reply_rows}
+ROWS_OF = {DEMO: demo_rows, "builtin:replies": reply_rows}
 
 
 def _row_files(name: str, counts: dict[str, int], answered: Callable[[Mapping[str, str]], str]) -> Path:
@@ -211,6 +219,12 @@ def smollm2() -> Path:
     # not of all code here, as for the others: what is downloaded stays while they change
     key = store.content_key({"wheel": wheel.SMOLLM2.sha256, "code": sources_digest(SOURCES / "converted.py")})
     return _build_once(cache_dir() / "builtin" / f"smollm2-135m-{key}", make)
+
+
+def unknown_words(config: RunConfig, text: str) -> list[str]:
+    """The words of a prompt that the demo was not trained on, each once; [] for another run."""
+    is_demo = {asked_name(name) for name in (config.model.name, *training_paths(config.data))} == {DEMO}
+    return world.unknown_words(text) if is_demo else []
 
 
 def _texts(value: object) -> Iterator[str]:
