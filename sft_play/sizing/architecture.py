@@ -63,7 +63,8 @@ class Architecture:
         known = recall(question.__name__, self.text, *about) if self._keeps else None
         if known is not None:
             return kind.validate_python(known[0])
-        answer = question(self.config, *about)
+        with importing_libraries():
+            answer = question(self.config, *about)
         if self._keeps:
             remember([kind.dump_python(answer, mode="json")], question.__name__, self.text, *about)
         return answer
