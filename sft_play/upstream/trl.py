@@ -1,6 +1,7 @@
 """What we change in TRL, and take of its private parts."""
 
 import __future__
+
 import ast
 import sys
 from collections.abc import Iterator
