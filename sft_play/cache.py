@@ -18,7 +18,8 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,37 @@ def private_entry(kind: str, *about: object) -> Path | None:
             (folder / "used").touch()  # `_make_room` looks at the files
             return folder
     return None
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[bool]:
+    """In the block, a library writes to a folder; yields whether that was emptied first: a writer was killed.
+
+    Who is killed may leave files cut off. A writer holds the lock of its mark, and takes the mark away as it
+    ends. A folder to which another one writes stays as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        emptied = False
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            with (folder.parent / ".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if emptied := bool(marks := [*folder.glob("written-to-by-*")]) and all(map(_is_free, marks)):
+                    shutil.rmtree(folder)
+                    folder.mkdir(mode=0o700)
+                mark = folder / f"written-to-by-{os.getpid()}"
+                fcntl.flock(stack.enter_context(mark.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.callback(mark.unlink, missing_ok=True)
+        yield emptied
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no process holds the lock of a file."""
+    try:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _is_private(found: os.stat_result, owners: set[int]) -> bool:

@@ -22,7 +22,7 @@ from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.machine.prices import price_of
-from sft_play.model.published import hub_name
+from sft_play.model.architecture.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.answers.advice import Change, as_overrides, plan_or_advise
 from sft_play.planning.answers.kept import kept
@@ -43,7 +43,7 @@ from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import apart, make_command, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
-from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.sizing.facts.architecture import Architecture, planning_architecture
 from sft_play.spelling import by_make
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, spinner

@@ -62,7 +62,12 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
     )
 
 
-def how_compared(plan: Mapping[str, Any]) -> list[str]:
+def notes_on_candidates(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """What the speeds of a table of candidates assume, and why those that look faster were not chosen."""
+    return [*_how_compared(plan), *_faster_ones(rows, plan)]
+
+
+def _how_compared(plan: Mapping[str, Any]) -> list[str]:
     """What the one speed of each plan assumes, where it may have others."""
     said = "tokens/s in this table assume the slowest links and no overlap, as when plans are compared"
     return [said] if plan.get("step_seconds_range_reason") else []
@@ -73,11 +78,11 @@ def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     rows = candidates(tree, SHOWN)
     bars = {2: _shares(map(_speed, rows)), 3: _shares(map(_needed, rows))}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
-    notes = [*how_compared(tree["plan"]), *faster_ones(rows, tree["plan"])]
+    notes = notes_on_candidates(rows, tree["plan"])
     return Group(table, *(Words(Text(note, style="dim")) for note in notes))
 
 
-def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+def _faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
     """Why the rows of a table of candidates were not chosen that look faster than the plan, and fit."""
     chosen, found = engine_of(plan["engine"]), dict[str, None]()
     for row in rows:

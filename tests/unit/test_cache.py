@@ -1,10 +1,12 @@
 """What is kept on disk is found again while all that it depends on is the same, and never when damaged."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from sft_play.cache import (
     remember,
     update_value,
     write_value,
+    written_to,
 )
 from sft_play.fingerprints import sources_digest
 from tests.conftest import file_size_limit
@@ -195,6 +198,28 @@ def test_what_runs_when_it_is_read_is_kept_where_only_its_user_can_write(tmp_pat
     cache_dir().chmod(0o1777)  # as of folders for temporary files: none but its owner replaces a file
     assert private_entry("compiled", "one") == folder
     assert clear(cache_dir()) and not folder.exists()
+
+
+def test_what_a_writer_left_who_was_killed_is_removed_unless_another_one_writes_there():
+    folder = private_entry("compiled", "one")
+    code = folder / "code.so"
+
+    def written(ending: Callable[[], object]) -> None:
+        if (child := os.fork()) == 0:
+            with written_to(folder):
+                code.write_bytes(b"cut o")
+                ending()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    written(lambda: None)
+    with written_to(folder) as emptied:
+        assert not emptied and code.exists()
+        written(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with written_to(folder) as emptied:
+            assert not emptied and code.exists()
+    with written_to(folder) as emptied:
+        assert emptied and not code.exists() and private_entry("compiled", "one") == folder
 
 
 def test_a_folder_that_nobody_can_make_keeps_no_code(tmp_path, monkeypatch):

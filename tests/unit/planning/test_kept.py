@@ -11,7 +11,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.planning.answers.kept import kept
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 
 MODEL = Architecture.of(LlamaConfig(num_hidden_layers=2))
 OTHER = Architecture.of(LlamaConfig(num_hidden_layers=3))
