@@ -53,7 +53,8 @@ GROUP_TIMEOUT_S = 600  # of processes that divide tokens, where they are real
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
     """Traces a training step in the middle of a run (optimizer states exist), then an evaluation batch.
 
-    With `all_layers`, every decoder layer is traced instead of one of each kind, where this works.
+    With `all_layers`, every decoder layer is traced instead of one of each kind, where this works. So is a
+    step that treats some layers otherwise, whose layers are told apart.
 
     Raises:
         UntraceableModel: an operation depends on data.
@@ -67,7 +68,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
-        if not (all_layers or spec.activations.apart):
+        if not all_layers:
             # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -79,9 +80,6 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
-    if stand_ins and (apart := spec.activations.apart):  # of the layers that are left
-        left = spec.activations.with_apart(len(set(stand_ins[-apart:])))
-        spec = replace(spec, activations=left)
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
