@@ -21,10 +21,10 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.peers.work import HEADS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY
 from benchmarks.random_models import random_base, stock_forwards
 from sft_play.config.schema import LoraSettings
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
-from sft_play.model.cpu import keep_freed_memory
-from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.attention import varlen
+from sft_play.model.layers.cpu import keep_freed_memory
+from sft_play.model.layers.loss_head import add_loss_head, token_loss
 from sft_play.ui.console import console
 
 LENGTHS = [190] * 16  # tokens of the joined rows, about as in GSM8K
@@ -47,7 +47,7 @@ def adapted_model(kind: str) -> Any:
         base = random_base(
             architecture,
             dtype="float32",
-            attn_implementation=attention.NAME,
+            attn_implementation=varlen.NAME,
             device=torch.device("cpu"),
             quantize=False,
         )

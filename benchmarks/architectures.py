@@ -44,7 +44,7 @@ from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError, SftPlayError, UntraceableModel
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
-from sft_play.model.architecture import know_multimodal, require_decoder
+from sft_play.model.architecture.shape import know_multimodal, require_decoder
 from sft_play.model.build import build_model
 from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.planning.allowed import allowed_plans
@@ -52,9 +52,9 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.choice import choose_plan
 from sft_play.runlog import open_run
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.train.session import prepare_session
 from sft_play.ui.console import console, quiet_libraries
 

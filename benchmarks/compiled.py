@@ -31,10 +31,10 @@ from benchmarks.random_results import TENSORS
 from benchmarks.random_runs import log_of, measure_all
 from benchmarks.sizing import CPU, build
 from benchmarks.small_models import WIDE, small_config
-from sft_play.model.compilation import compile_layers
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.layers.compilation import compile_layers
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.sizing.step import JoinedRows
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training
+from sft_play.sizing.trace.trace import forward, make_batch, prepare_for_training
 from sft_play.ui.console import console
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "phi3")

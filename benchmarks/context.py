@@ -42,7 +42,7 @@ from sft_play.planning.speed.clock import step_seconds
 from sft_play.planning.speed.devices import device_name
 from sft_play.planning.speed.measurement import measure
 from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.ui.console import console
 from sft_play.units import format_bytes

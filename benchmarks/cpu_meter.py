@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sft_play.choices.optimizers import make_optimizer
-from sft_play.model.architecture import decoder_layers
-from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.cpu_meter import (
+from sft_play.model.architecture.shape import decoder_layers
+from sft_play.model.layers.loss_head import add_loss_head
+from sft_play.sizing.meters.cpu import (
     MARK,
     MEMORY,
     Event,
@@ -19,9 +19,9 @@ from sft_play.sizing.cpu_meter import (
     peaks_by_mark,
     storage_bytes,
 )
-from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import (
+from sft_play.sizing.trace.trace import (
     copying_inputs,
     forward,
     layer_hooks,

@@ -11,12 +11,12 @@ import torch
 from benchmarks.cpu_meter import LAYER, PhaseMarks, measure_step
 from sft_play.choices.optimizers import make_optimizer
 from sft_play.errors import SftPlayError
-from sft_play.model.architecture import decoder_layers
-from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.cpu_meter import CpuMeter
-from sft_play.sizing.phase_meter import CudaMeter
+from sft_play.model.architecture.shape import decoder_layers
+from sft_play.model.layers.loss_head import add_loss_head
+from sft_play.sizing.meters.cpu import CpuMeter
+from sft_play.sizing.meters.phases import CudaMeter
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import (
+from sft_play.sizing.trace.trace import (
     forward,
     layer_hooks,
     make_batch,

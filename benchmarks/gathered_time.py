@@ -27,10 +27,10 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.engines.shards import shard
-from sft_play.model.architecture import units_of
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.architecture.shape import units_of
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
+from sft_play.sizing.trace.trace import forward, make_batch, prepare_for_training, trained_parameters
 from sft_play.ui.console import console
 
 ROUNDS, STEPS, MICRO_BATCHES, SEED = 10, 2, 2, 76

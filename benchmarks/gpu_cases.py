@@ -12,13 +12,13 @@ from benchmarks.geometries import MEASURED
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import flat, step_of
 from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, RunConfig, TrainConfig, TuningConfig
-from sft_play.model.attention_choice import choose_attention
+from sft_play.model.attention.choice import choose_attention
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.drafts import draft_plans
 from sft_play.planning.search.choice import choose_plan
-from sft_play.sizing.budget import DeviceBudget, device_budget, guard
-from sft_play.sizing.estimator import estimator, shared_traces
-from sft_play.sizing.memory import SizedStep, estimate
+from sft_play.sizing.estimate.budget import DeviceBudget, device_budget, guard
+from sft_play.sizing.estimate.estimator import estimator, shared_traces
+from sft_play.sizing.estimate.memory import SizedStep, estimate
 from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
 
 MODES = ("full", "lora", "qlora")

@@ -28,8 +28,8 @@ from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.clock import step_seconds
 from sft_play.planning.speed.devices import derived_profile
 from sft_play.planning.speed.profile import MicroBatch
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import shared_traces
+from sft_play.sizing.estimate.estimator import shared_traces
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import SHARES, JoinedRows, StepSpec
 from sft_play.train.rows import training_rows
 from sft_play.work import fused

@@ -22,7 +22,7 @@ from benchmarks.alone import figure
 from benchmarks.measurement_log import MeasurementLog, write_result
 from benchmarks.sizing_gpu import arguments, local_device, results_of
 from sft_play.choices.kernels import LIGER
-from sft_play.model.cpu import TiledLogProbs
+from sft_play.model.layers.cpu import TiledLogProbs
 from sft_play.ui.console import console
 from sft_play.units import MIB
 

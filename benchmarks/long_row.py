@@ -28,7 +28,7 @@ from benchmarks.peers.work import TEMPLATE_TOKENS, Row, Work, make_model, words
 from sft_play.cli import main as sft_play
 from sft_play.machine.gpus import detect
 from sft_play.report.tables import formatted
-from sft_play.sizing.cpu_meter import storage_bytes
+from sft_play.sizing.meters.cpu import storage_bytes
 from sft_play.ui.console import console
 from sft_play.units import format_bytes
 

@@ -56,7 +56,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.devices import saved_profile
 from sft_play.runlog import open_run
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.session import Session, close_session, open_session, ordered_rows
 from sft_play.ui.console import console, quiet_libraries

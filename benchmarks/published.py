@@ -32,10 +32,10 @@ from benchmarks.random_models import stock_forwards
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.zero2 import Buckets
-from sft_play.sizing.budget import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE
-from sft_play.sizing.kernels import SymbolicRecorder
+from sft_play.sizing.estimate.budget import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE
+from sft_play.sizing.kernels.simulation import SymbolicRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.ui.console import console
 from sft_play.units import GIB, MIB
 

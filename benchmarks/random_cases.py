@@ -30,8 +30,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.clock import batches_of
 from sft_play.runlog import open_run
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import estimator
+from sft_play.sizing.estimate.estimator import estimator
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train.ranks import from_main
 
 ARCHITECTURES = (*NAMES, *MORE_NAMES, "nemotron", "deepseek_v3", "qwen3_5_text")

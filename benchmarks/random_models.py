@@ -13,11 +13,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from benchmarks.small_models import small_config
 from sft_play.config.schema import TuningConfig
-from sft_play.model import adapter_forward, attention, layer_forward
-from sft_play.model.adapters import attach_adapter
+from sft_play.model.adapters import passes
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.attention import varlen
 from sft_play.model.build import freeze_what_gets_no_gradient
-from sft_play.model.cpu import keep_differentiable
-from sft_play.model.four_bit import nf4
+from sft_play.model.layers import own_passes
+from sft_play.model.layers.cpu import keep_differentiable
+from sft_play.model.weights.four_bit import nf4
 from sft_play.plan import Plan
 from sft_play.sizing.step import StepSpec
 from sft_play.upstream.patching import patched
@@ -52,8 +54,8 @@ def drawn_config(name: str, geometry: dict[str, int], *, tied: bool, **changes: 
 @contextmanager
 def stock_forwards() -> Iterator[None]:
     """Models and adapters that are made in the block compute as transformers and PEFT wrote them."""
-    with patched(layer_forward, "replace_forwards", lambda model, kernels="own": 0):
-        with patched(adapter_forward, "replace_forwards", lambda model, *, autocast: None):
+    with patched(own_passes, "replace_forwards", lambda model, kernels="own": 0):
+        with patched(passes, "replace_forwards", lambda model, *, autocast: None):
             yield
 
 
@@ -76,14 +78,14 @@ def random_base(
         quantize: pack linear layers into 4 bits.
         kernels: as `train.kernels`.
     """
-    attention.register()
+    varlen.register()
     with device:
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             dtype=getattr(torch, dtype),
-            attn_implementation=attention.library_name(attn_implementation),
+            attn_implementation=varlen.library_name(attn_implementation),
         )
-    layer_forward.replace_forwards(model, kernels)
+    own_passes.replace_forwards(model, kernels)
     model.config.use_cache = False
     if quantize:
         quantize_linear_layers(model, getattr(torch, dtype))

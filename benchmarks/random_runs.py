@@ -63,8 +63,8 @@ from sft_play.errors import SftPlayError
 from sft_play.job import Job
 from sft_play.launch.accelerate import launch_command
 from sft_play.launch.ranks import RankEnvironment
-from sft_play.model.weights import release_memory
-from sft_play.sizing.cpu_meter import storage_bytes
+from sft_play.model.weights.finished import release_memory
+from sft_play.sizing.meters.cpu import storage_bytes
 from sft_play.sizing.step import step_code
 from sft_play.train.probe import probe
 from sft_play.train.ranks import from_main

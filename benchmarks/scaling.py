@@ -50,7 +50,7 @@ def measure_rank(mode: str, steps: int | None) -> dict[str, Any]:
 
     from sft_play.config.schema import LoraSettings
     from sft_play.engines.ddp import bucket_mib
-    from sft_play.model.adapters import attach_adapter
+    from sft_play.model.adapters.attach import attach_adapter
     from sft_play.model.build import local_device
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,9 +12,9 @@ from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_conf
 from benchmarks.small_models import NAMES
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
-from sft_play.model.architecture import setting
-from sft_play.model.attention_choice import calls_ours, why_rows_mix
-from sft_play.sizing.architecture import Architecture
+from sft_play.model.architecture.shape import setting
+from sft_play.model.attention.choice import calls_ours, why_rows_mix
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 
 WORLDS = (2, 4)

@@ -51,7 +51,7 @@ from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
 from sft_play.machine.catalogue import LARGEST_MACHINE
-from sft_play.model.architecture import units_of
+from sft_play.model.architecture.shape import units_of
 from sft_play.sizing.step import StepSpec
 from sft_play.ui.console import console
 

@@ -54,11 +54,11 @@ from sft_play.choices.optimizers import make_optimizer
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
-from sft_play.model.architecture import units_of
-from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.estimator import Traces
-from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.trace import (
+from sft_play.model.architecture.shape import units_of
+from sft_play.model.layers.loss_head import add_loss_head
+from sft_play.sizing.estimate.estimator import Traces
+from sft_play.sizing.recording.recorder import AllocationRecorder
+from sft_play.sizing.trace.trace import (
     forward,
     make_batch,
     prepare_for_training,

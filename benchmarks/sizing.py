@@ -33,10 +33,10 @@ from benchmarks.published import write as write_published
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, ModelConfig
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.attention import varlen
 from sft_play.model.build import load_base
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.timeline import Peak, Step
 from sft_play.ui.console import console
@@ -132,7 +132,7 @@ def build(folder: Path, spec: StepSpec) -> Any:
     model = load_base(
         ModelConfig(name=str(folder)),
         dtype="float32",
-        attn_implementation=attention.NAME,
+        attn_implementation=varlen.NAME,
         device=CPU,
         quantize=quantize,
     )

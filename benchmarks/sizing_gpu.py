@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     if worst is not None:
         console().print(
             f"reserved memory is under-predicted by at most {worst:.4%}: set this in GPU_ERRORS in "
-            "sft_play/sizing/budget.py"
+            "sft_play/sizing/estimate/budget.py"
         )
     path = results / "sizing_gpu.json"
     head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}

@@ -26,7 +26,7 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.planner import CPU, WORKLOADS, Work, all_plans
 from benchmarks.random_models import random_model
 from sft_play.plan import Plan
-from sft_play.sizing.trace import trained_parameters
+from sft_play.sizing.trace.trace import trained_parameters
 from sft_play.train.session import Session, close_session
 from sft_play.ui.console import console, quiet_libraries
 

@@ -25,15 +25,15 @@ from benchmarks.small_models import small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import TuningConfig
 from sft_play.machine.gpus import detect
-from sft_play.model.cpu import keep_freed_memory
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.layers.cpu import keep_freed_memory
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.planning.speed.clock import StepSeconds, step_seconds
 from sft_play.planning.speed.devices import device_name
 from sft_play.planning.speed.measurement import measure, now, since
 from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
+from sft_play.sizing.trace.trace import forward, make_batch, prepare_for_training, trained_parameters
 from sft_play.ui.console import console
 from sft_play.work import PRODUCT, TIMES, K, M, N, Work
 

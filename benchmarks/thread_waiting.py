@@ -22,8 +22,8 @@ import torch
 from benchmarks.adapter_step import LENGTHS, adapted_model, batch
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from sft_play.launch.environment import WAITING
-from sft_play.model.cpu import keep_freed_memory
-from sft_play.model.loss_head import token_loss
+from sft_play.model.layers.cpu import keep_freed_memory
+from sft_play.model.layers.loss_head import token_loss
 from sft_play.ui.console import console
 
 SPINS = ("0", "3000", WAITING["GOMP_SPINCOUNT"], "10000", "300000")  # the last one is libgomp's own

@@ -57,14 +57,14 @@ from sft_play.config.schema import (
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
-from sft_play.model.architecture import flop_sizes, flops_per_token
+from sft_play.model.architecture.shape import flop_sizes, flops_per_token
 from sft_play.plan import Plan
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.devices import peak_flops
 from sft_play.runlog import open_run
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows
 from sft_play.train.session import open_session

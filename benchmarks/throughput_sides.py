@@ -6,8 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from sft_play.choices.kernels import COMPILED, FLOAT8, LIGER, Capability, within
-from sft_play.model.attention_choice import is_installed
-from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.attention.choice import is_installed
+from sft_play.model.attention.table import ATTENTIONS
 from sft_play.units import format_bytes
 
 SIDES = ("sft-play", "trl")

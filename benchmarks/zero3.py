@@ -47,10 +47,16 @@ from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import configuration
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.engines.registry import engine_of
-from sft_play.model.architecture import units_of
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.architecture.shape import units_of
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step, trained_parameters
+from sft_play.sizing.trace.trace import (
+    forward,
+    make_batch,
+    prepare_for_training,
+    trace_step,
+    trained_parameters,
+)
 from sft_play.ui.console import console
 
 WORLD, CASES, STEPS, COUNTED = 2, 20, 5, 3

@@ -142,9 +142,14 @@ def is_test(module: Module) -> bool:
 
 
 def mirrors_of(name: str) -> list[str]:
-    """The tests that a module may have: sft_play.data.chat -> tests.unit.data.test_chat, among others."""
+    """The tests that a module may have: sft_play.data.chat -> tests.unit.data.test_chat, among others.
+
+    Those of a module in a room, as sft_play.model.weights.files, may stand in the folder of its package.
+    """
     *folders, own = name.split(".")
-    return [".".join(["tests", "unit", *kept, f"test_{own}"]) for kept in (folders[1:], folders)]
+    return [
+        ".".join(["tests", "unit", *kept, f"test_{own}"]) for kept in (folders[1:], folders[1:2], folders)
+    ]
 
 
 def rooms_of(name: str) -> list[str]:

@@ -22,8 +22,8 @@ from sft_play.fingerprints import code_commit, installed_versions
 from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
-from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
+from sft_play.model.weights.base_files import keep_base_files
 from sft_play.plan import Plan
 from sft_play.planning.answers.advice import changed_command, plan_or_advise
 from sft_play.planning.answers.resumed import earlier_plan, resumed_plan
@@ -33,7 +33,7 @@ from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.devices import ensure_profile
 from sft_play.report.layout import make_command
 from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import as_typed
 from sft_play.start import part, run_begins
 from sft_play.ui.console import console

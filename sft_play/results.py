@@ -149,7 +149,7 @@ class Run:
     @property
     def weights(self) -> Path:
         """The folder of the adapter or the model, for `from_pretrained`; CheckpointError if there is none."""
-        from sft_play.model.weights import finished_weights
+        from sft_play.model.weights.finished import finished_weights
 
         run = RunDir(self.path)
         return finished_weights(load_config(run.config).config, run)

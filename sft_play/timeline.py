@@ -111,7 +111,7 @@ class Timeline:
 
     @cached_property
     def replays(self) -> dict[Any, Any]:
-        """What `sft_play.sizing.allocator` has replayed of this timeline."""
+        """What `sft_play.sizing.estimate.allocator` has replayed of this timeline."""
         return {}
 
     @cached_property

@@ -17,10 +17,10 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.evidence.runs import Run
-from sft_play.model.architecture import decoder_layers
-from sft_play.sizing import fake
-from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.sharded import quant_tensors, silent_group
+from sft_play.model.architecture.shape import decoder_layers
+from sft_play.sizing.recording.recorder import AllocationRecorder
+from sft_play.sizing.trace import fake_model
+from sft_play.sizing.trace.sharded import quant_tensors, silent_group
 from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
 
@@ -47,7 +47,7 @@ def _in_16_bit(dtype: torch.dtype) -> MixedPrecision:
 def loaded(model: Any, run: Run, recorder: AllocationRecorder) -> Iterator[FullyShardedDataParallel]:
     """The model divided; its meta tensors become fake ones, of which the first process has its part."""
     with silent_group(run.processes):
-        fake.materialise(model, torch.nn.ModuleList(), AllocationRecorder())
+        fake_model.materialise(model, torch.nn.ModuleList(), AllocationRecorder())
         _store_as(getattr(torch, run.dtype), model)
         recorder.begin("load")
         with recorder, watched(recorder):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from sft_play.model import layer_forward, liger
-from sft_play.model.stand_in import counted
-from sft_play.sizing.operations import nbytes
+from sft_play.model.layers import liger, own_passes
+from sft_play.model.layers.stand_in import counted
+from sft_play.sizing.recording.operations import nbytes
 from sft_play.upstream.patching import patched
 from sft_play.work import ELEMENTWISE, IN_PLACE
 
@@ -92,14 +92,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """In place of `model.liger.norm`; shapes as there."""
+    """In place of `model.layers.liger.norm`; shapes as there."""
     return RMSNorm.apply(x, weight)
 
 
 def replace_forwards(model: torch.nn.Module) -> None:
     """Lets a model compute norms, whose weights are not trained then, and rotations by such kernels."""
     with patched(liger, "forward_for", lambda module: None):  # gated layers stay
-        layer_forward.replace_forwards(model, "liger")
+        own_passes.replace_forwards(model, "liger")
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is liger.norm_forward:
             module.get_parameter("weight").requires_grad_(False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sft_play.sizing.allocator import EMPTY_CACHE, as_changes, events_by_phase, first_steps
+from sft_play.sizing.estimate.allocator import EMPTY_CACHE, as_changes, events_by_phase, first_steps
 from sft_play.timeline import TERMS, Step
 
 

@@ -23,7 +23,7 @@ from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import what_if
 from sft_play.machine.links import links_of, rate_of
-from sft_play.model.published import published_models
+from sft_play.model.architecture.published import published_models
 from sft_play.plan import Plan
 from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
@@ -31,8 +31,8 @@ from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.less_sent import LONGER
 from sft_play.planning.speed.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
 from sft_play.planning.speed.devices import Collectives, derived_profile
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import work_of_plans
+from sft_play.sizing.estimate.estimator import work_of_plans
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.ui.console import console
 from sft_play.work import Work
 

@@ -15,8 +15,14 @@ from benchmarks.evidence.steps import head_peak, trace_run, warmup_bytes
 from sft_play.cache import entry, read_value, write_value
 from sft_play.fingerprints import PACKAGE, sources_digest
 from sft_play.machine.gpus import what_if
-from sft_play.sizing.allocator import replay
-from sft_play.sizing.budget import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
+from sft_play.sizing.estimate.allocator import replay
+from sft_play.sizing.estimate.budget import (
+    ASSUMED_CONTEXT,
+    CONTEXTS,
+    CUDA_GRANULARITY,
+    HANDLES,
+    cublas_workspace,
+)
 from sft_play.sizing.step import step_code
 from sft_play.timeline import PHASES, Step
 from sft_play.units import MIB

@@ -24,12 +24,13 @@ from benchmarks.random_models import stock_forwards
 from benchmarks.steps import step_of
 from sft_play.choices.optimizers import optimizer_state
 from sft_play.config.schema import LoraSettings
-from sft_play.model import attention, four_bit
-from sft_play.model.attention import type_name
-from sft_play.sizing import fake
-from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
+from sft_play.model.attention import varlen
+from sft_play.model.attention.varlen import type_name
+from sft_play.model.weights import four_bit
+from sft_play.sizing.kernels.simulation import SymbolicRecorder, simulate_cuda
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import layer_hooks, trained_parameters
+from sft_play.sizing.trace import fake_model
+from sft_play.sizing.trace.trace import layer_hooks, trained_parameters
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.units import AUTOCAST, SIXTEEN_BIT
 from sft_play.upstream.patching import patched
@@ -67,7 +68,7 @@ def _spec(run: Run) -> StepSpec:
         lora=lora,
         dtype=run.dtype,
         mixed_precision=run.autocast,
-        attention="eager" if run.attention == "eager" else attention.NAME,
+        attention="eager" if run.attention == "eager" else varlen.NAME,
         activations="recompute" if run.checkpointing else "keep",
         batch=PaddedRows(run.rows, run.row_tokens),
         accumulates=False,
@@ -82,14 +83,14 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not run.double_quantization:
-            stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
+            stack.enter_context(patched(fake_model, "four_bit_tensors", _single_quantized))
         with stock_forwards():
-            base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers or run.processes > 1)
+            base, stand_ins = fake_model.skeleton(config, spec, all_layers=all_layers or run.processes > 1)
         if run.fused_layers:
             fused.replace_forwards(base)
         stack.enter_context(stock_forwards())
-        model: Any = fake.attach(base, spec)
-        layers: Any = fake.layers_told_apart(base, stand_ins)
+        model: Any = fake_model.attach(base, spec)
+        layers: Any = fake_model.layers_told_apart(base, stand_ins)
         if run.loss in ("shifted", "fused"):
             base.loss_function = _shifted_loss if run.loss == "shifted" else fused.shifted_loss
         elif run.loss == "linear":
@@ -99,7 +100,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         _prepare(model, layers, run)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, windows=False))
-        stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
+        stack.enter_context(patched(varlen, "_supports_groups", lambda *_: run.attention == "sdpa"))
         stack.enter_context(fused.simulated())
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
         if run.processes > 1:
@@ -108,7 +109,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
             flat.forget_gradients(model)
             stack.enter_context(flat.watched(recorder))
         else:
-            fake.materialise(model, layers, recorder)
+            fake_model.materialise(model, layers, recorder)
         if run.upcast or run.upcast_norms:
             _upcast(model, layers, recorder, norms_only=run.upcast_norms)
         optimizer = _states(model, layers, spec, recorder)
@@ -156,7 +157,7 @@ def _upcast(
     model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: SymbolicRecorder, *, norms_only: bool
 ) -> None:
     """Every 16-bit parameter, or those of norms, becomes fp32, while its original is there as well."""
-    owners = fake.layer_of_modules(model, layers)
+    owners = fake_model.layer_of_modules(model, layers)
     norms = {module for name, module in model.named_modules() if "norm" in name or "ln_" in name}
     done: set[int] = set()
     for owner in (WHOLE_MODEL, *range(len(layers))):
@@ -178,7 +179,7 @@ def _states(
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """The optimizer's states, of which AdamW's step counter is on the CPU unless it is fused."""
     owner_of: dict[torch.nn.Parameter, int] = {}
-    for module, owner in fake.layer_of_modules(model, layers).items():
+    for module, owner in fake_model.layer_of_modules(model, layers).items():
         owner_of |= dict.fromkeys(module.parameters(recurse=False), owner)
     parameters = trained_parameters(model)
     recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
@@ -258,7 +259,7 @@ def warmup_bytes(config: PretrainedConfig, run: Run) -> int:
 
     Those that will be 4-bit count half a byte per element.
     """
-    model, _ = fake.skeleton(config, _spec(run), all_layers=True)
+    model, _ = fake_model.skeleton(config, _spec(run), all_layers=True)
     packed = {id(module.weight) for module in model.modules() if isinstance(module, Linear4bit)}
     sizes = (
         each.numel() * (0.5 if id(each) in packed else each.element_size()) for each in model.parameters()

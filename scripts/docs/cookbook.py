@@ -15,7 +15,7 @@ from sft_play.plan import Plan
 from sft_play.planning.answers.other_machines import MODES, plans_by_mode
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import GIB
 

@@ -18,7 +18,7 @@ from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.reasons.choices import group_of
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.ui.console import console, quiet_libraries
 
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit

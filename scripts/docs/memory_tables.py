@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
-from sft_play.sizing.budget import CONTEXTS
+from sft_play.sizing.estimate.budget import CONTEXTS
 
 # Steps of models that processes divide, and the results that hold them.
 DIVIDED = {

@@ -58,7 +58,7 @@ class LayerKernels(Option):
     """A value of `train.kernels`: what computes modules of the layers."""
 
     name: str
-    code: str  # the module that has them, with their stand-ins in a trace (`model.layer_forward`)
+    code: str  # the module that has them, with their stand-ins in a trace (`model.layers.own_passes`)
     label: str
     says: str  # in the reference
     serves: str  # kinds of modules
@@ -111,7 +111,7 @@ FLOAT8 = Option(
 )
 LIGER = LayerKernels(
     name="liger",
-    code="sft_play.model.liger",
+    code="sft_play.model.layers.liger",
     setting="train.kernels=liger",
     off="train.kernels=auto",
     gpus=TRITON,
@@ -127,7 +127,7 @@ LIGER = LayerKernels(
 )  # fmt: skip
 LIBRARY = LayerKernels(
     name="library",
-    code="sft_play.model.library_passes",
+    code="sft_play.model.layers.library_passes",
     setting="train.kernels=library",
     off="train.kernels=auto",
     gpus=(((0, 0), (99, 0)),),

@@ -22,7 +22,7 @@ from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
-from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
+from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
 from sft_play.plan import Device
 from sft_play.planning.candidates.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
@@ -287,7 +287,7 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     from sft_play.planning.request import Request
     from sft_play.planning.rows.facts import DataFacts, row_sizes
     from sft_play.report.scaling import process_unit
-    from sft_play.sizing.architecture import planning_architecture
+    from sft_play.sizing.facts.architecture import planning_architecture
 
     config, processes = resolved.config, len(machine.gpus) or 1
     on_hub = any(not is_local(given.path) for given in data_inputs(config.data))

@@ -223,7 +223,7 @@ def announce(args: Arguments, *lines: str, name: str = "", reads_rows: bool = Fa
     if reads_rows:
         from sft_play.config.inputs import data_inputs
         from sft_play.data.sources import require_here
-        from sft_play.model.files import require_possible
+        from sft_play.model.weights.files import require_possible
 
         require_here(data_inputs(resolved.config.data))
         require_possible(resolved.config.model)

@@ -22,12 +22,12 @@ from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError
 from sft_play.files import storing, write_atomic
-from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import padded_micro_batches
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches
+from sft_play.model.layers.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.load import load_data
-from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
-from sft_play.model.weights import finished_weights
+from sft_play.model.weights.base_files import require_same_base
+from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import renewed_cards
 from sft_play.report.layout import apart, ending
 from sft_play.report.record import SPLITS, planned_batch

@@ -19,7 +19,7 @@ from sft_play.extras import install_command
 from sft_play.manifest import find_damage
 from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
 from sft_play.model.load import load_model_config, without_new_tokens
-from sft_play.model.weights import finished_weights
+from sft_play.model.weights.finished import finished_weights
 from sft_play.report.layout import ending
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import console, quiet_libraries

@@ -23,7 +23,7 @@ from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import position_limit
-from sft_play.model.weights import finished_weights, release_memory
+from sft_play.model.weights.finished import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.record import planned_batch, tree_of
 from sft_play.report.table import on_screen

@@ -24,7 +24,7 @@ from sft_play.model.generation import (
     stop_token_ids,
 )
 from sft_play.model.load import position_limit
-from sft_play.model.weights import finished_weights, release_memory
+from sft_play.model.weights.finished import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.record import tree_of
 from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert

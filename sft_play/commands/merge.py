@@ -17,13 +17,13 @@ from sft_play.engines.stored import looking_as_used
 from sft_play.errors import CheckpointError, ConfigError, StorageError
 from sft_play.files import flush_to_disk
 from sft_play.machine.host import own_ram_bytes
-from sft_play.model.adapters import load_adapter, require_fitting
+from sft_play.model.adapters.attach import load_adapter, require_fitting
 from sft_play.model.build import can_be_cast_later, load_base, load_for_inference
-from sft_play.model.files import stored_types
 from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import empty_base, load_data, published_dtype, saved_dtype
-from sft_play.model.merged import merge_when_saved
-from sft_play.model.weights import finished_weights, release_memory, require_undamaged
+from sft_play.model.weights.files import stored_types
+from sft_play.model.weights.finished import finished_weights, release_memory, require_undamaged
+from sft_play.model.weights.merged import merge_when_saved
 from sft_play.report.card import write_card
 from sft_play.report.layout import ending
 from sft_play.report.tables import logits_table

@@ -8,7 +8,7 @@ from sft_play.commands.merge import require_merged
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.model.build import load_for_inference
-from sft_play.model.weights import release_memory
+from sft_play.model.weights.finished import release_memory
 from sft_play.runlog import RunDir
 from sft_play.ui.progress import LOADING, spinner
 

@@ -20,7 +20,7 @@ from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.machine.prices import price_of
-from sft_play.model.published import hub_name
+from sft_play.model.architecture.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.answers.advice import Change, as_overrides, plan_or_advise
 from sft_play.planning.answers.other_machines import (
@@ -43,7 +43,7 @@ from sft_play.reasons.reason import Reason
 from sft_play.report.layout import make_command, training_command
 from sft_play.report.plan import plan_answer, plan_report
 from sft_play.report.ways import gpus_report
-from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.sizing.facts.architecture import Architecture, planning_architecture
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, progress_bar, spinner
 from sft_play.units import counted

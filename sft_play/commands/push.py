@@ -10,7 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, first_line
 from sft_play.hub import access_token
 from sft_play.manifest import CARD
-from sft_play.model.weights import finished_weights
+from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import public_name, write_card
 from sft_play.runlog import RunDir
 from sft_play.secrets import find_secret

@@ -9,7 +9,7 @@ from sft_play.planning.answers.other_machines import scaling
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts, row_sizes
 from sft_play.runlog import RunDir, read_json
-from sft_play.sizing.architecture import planning_architecture
+from sft_play.sizing.facts.architecture import planning_architecture
 from sft_play.ui.console import warn
 from sft_play.ui.progress import PLANNING, spinner
 

@@ -25,7 +25,7 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
 from sft_play.machine.process import ended_by_signals, importing_libraries
-from sft_play.model.weights import finished_weights
+from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary

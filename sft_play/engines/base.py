@@ -109,7 +109,7 @@ class Engine(Traits):
         """Leaves each process its part of the model, in place; imports torch.
 
         Args:
-            units: of the model, on the CPU, the whole model last (`model.architecture.units_of`).
+            units: of the model, on the CPU, the whole model last (`model.architecture.shape.units_of`).
             config: the run.
             plan: of the run.
         """

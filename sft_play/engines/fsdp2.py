@@ -42,7 +42,7 @@ class Fsdp2(Sharded):
         )
 
     def transform(self, step: Step, division: Division) -> Step:
-        """Nothing is added: the trace of a step whose weights are divided (`sizing.sharded`) has it all.
+        """Nothing is added: the trace of a step with divided weights (`sizing.trace.sharded`) has it all.
 
         That is, all that is allocated through PyTorch. NCCL's buffers are in the communicator of the budget.
         To save weights, each is gathered alone, which is less than the layer that a forward pass gathers.

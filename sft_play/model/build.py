@@ -14,12 +14,13 @@ from sft_play.engines.registry import engine_of
 from sft_play.engines.stored import looking_as_used, say_types
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import find_damage, has_manifest
-from sft_play.model import attention, layer_forward
-from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
-from sft_play.model.attention_choice import generation_attention
-from sft_play.model.cpu import keep_differentiable
-from sft_play.model.files import compare_with_index, require_own_weights
-from sft_play.model.four_bit import nf4, quantize_later
+from sft_play.model.adapters.attach import attach_adapter, load_adapter, require_fitting
+from sft_play.model.adapters.targets import CHOOSES_TOKENS, text_prefix
+from sft_play.model.attention import varlen
+from sft_play.model.attention.choice import generation_attention
+from sft_play.model.layers import own_passes
+from sft_play.model.layers.cpu import keep_differentiable
+from sft_play.model.layers.tiled_mlp import tile_mlps
 from sft_play.model.load import (
     empty_base,
     hub_arguments,
@@ -30,9 +31,9 @@ from sft_play.model.load import (
 )
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
-from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
-from sft_play.model.tiled_mlp import tile_mlps
-from sft_play.model.weights import first_not_finite
+from sft_play.model.weights.files import compare_with_index, require_own_weights
+from sft_play.model.weights.finished import first_not_finite
+from sft_play.model.weights.four_bit import nf4, quantize_later
 from sft_play.plan import Plan
 from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
@@ -77,13 +78,13 @@ def load_base(
     _require_weights(model)
     if checks_files:
         _require_undamaged(model)
-    attention.register()
+    varlen.register()
     torch_dtype = getattr(torch, dtype)
     try:
         with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
             dtype="auto" if as_stored else torch_dtype,
-            attn_implementation=attention.library_name(attn_implementation),
+            attn_implementation=varlen.library_name(attn_implementation),
             quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
             device_map=SPREAD if device == SPREAD else {"": device},
             low_cpu_mem_usage=True,
@@ -106,7 +107,7 @@ def load_base(
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
-    layer_forward.replace_forwards(loaded)
+    own_passes.replace_forwards(loaded)
     add_rows(loaded, new_tokens(model))
     if as_stored:
         say_types(loaded, torch_dtype, types_apart(loaded, torch_dtype))
@@ -175,7 +176,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         as_stored=shards and can_be_cast_later(config, plan.precision.dtype),
     )
     if plan.kernels != "own":
-        layer_forward.replace_forwards(model, plan.kernels)
+        own_passes.replace_forwards(model, plan.kernels)
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
     if config.tuning.mode == "full":

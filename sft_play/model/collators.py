@@ -22,7 +22,7 @@ def padded_micro_batches(rows: "Dataset", pad_id: int) -> Collator:
     """Pads the rows of a micro-batch, which lists them by index, on the right to the same length.
 
     It is that of the longest, rounded up to PAD_TO_MULTIPLE_OF. input_ids, labels and position_ids are [rows,
-    tokens]; there is no mask (model/attention.py).
+    tokens]; there is no mask (model/attention/varlen.py).
     """
     table = rows.with_format("arrow")  # its values need not become Python's numbers
 

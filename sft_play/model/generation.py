@@ -12,7 +12,7 @@ from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.template import render_example, use_template
 from sft_play.errors import DataError, DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
-from sft_play.model.weights import release_memory
+from sft_play.model.weights.finished import release_memory
 from sft_play.ui.progress import progress_bar
 
 Result = TypeVar("Result")

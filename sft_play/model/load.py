@@ -9,8 +9,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.data.prepare import PreparedData, first_day, prepare
 from sft_play.errors import ConfigError, first_line
-from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
-from sft_play.model.files import (
+from sft_play.model.architecture.published import MODELS_FILE, asked_before_the_hub, similar_name
+from sft_play.model.architecture.rope import with_rope_scaling
+from sft_play.model.architecture.shape import (
+    empty_model,
+    require_decoder,
+    require_few_layers,
+    require_sound_sizes,
+)
+from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
+from sft_play.model.weights.files import (
     FROM_EITHER,
     NEITHER,
     TOKENIZER_FILES,
@@ -18,9 +26,6 @@ from sft_play.model.files import (
     stored_types,
     unpinned_code,
 )
-from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
-from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
-from sft_play.model.rope import with_rope_scaling
 from sft_play.runlog import continued_run
 from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network

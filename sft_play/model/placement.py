@@ -15,8 +15,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import detect
-from sft_play.model.four_bit import nf4
 from sft_play.model.load import empty_base
+from sft_play.model.weights.four_bit import nf4
 from sft_play.ui.console import console
 from sft_play.units import counted, format_bytes
 from sft_play.upstream.transformers import undivided

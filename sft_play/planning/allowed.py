@@ -23,11 +23,11 @@ from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.timed_kernels import Verdict, kernels_path, read_verdicts, winners_of
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
-from sft_play.sizing import questions
-from sft_play.sizing.budget import DeviceBudget
-from sft_play.sizing.corrections import corrected_estimator, records_of
-from sft_play.sizing.estimator import estimator
-from sft_play.sizing.model_facts import require_packable
+from sft_play.sizing.estimate.budget import DeviceBudget
+from sft_play.sizing.estimate.corrections import corrected_estimator, records_of
+from sft_play.sizing.estimate.estimator import estimator
+from sft_play.sizing.facts import step_facts
+from sft_play.sizing.facts.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
 
@@ -123,9 +123,9 @@ def _attention(request: Request) -> str:
     about = (asked, kind, capability, AUTOCAST.get(autocast.precision, dtype))
     if config.parallel.divides_tokens and asked == "auto":  # no package exchanges heads
         about = (asked, "cpu", None, dtype)
-    if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
-        return questions.attention(architecture.config, *about)
-    return architecture.ask(questions.attention, *about)
+    if kind == "cuda" and step_facts.has_attention_packages():  # depends on more than what it is asked about
+        return step_facts.attention(architecture.config, *about)
+    return architecture.ask(step_facts.attention, *about)
 
 
 def candidates(request: Request) -> list[Plan]:

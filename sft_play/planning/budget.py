@@ -12,8 +12,14 @@ from sft_play.machine.host import asked_threads
 from sft_play.plan import Device
 from sft_play.reasons.evidence import Assumed, GuardKept, MemoryLimit, PredictionErrors, UnknownCapability
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.budget import GPU_ERRORS, PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
-from sft_play.sizing.corrections import read_overhead
+from sft_play.sizing.estimate.budget import (
+    GPU_ERRORS,
+    PUBLISHED_ERRORS,
+    DeviceBudget,
+    device_budget,
+    host_budget,
+)
+from sft_play.sizing.estimate.corrections import read_overhead
 from sft_play.sizing.step import ASSUMED_CAPABILITY
 from sft_play.units import GIB, counted, format_bytes
 

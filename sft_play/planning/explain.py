@@ -9,7 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.machine.links import links_of
-from sft_play.model.attention_table import ATTENTIONS, NAME
+from sft_play.model.attention.table import ATTENTIONS, NAME
 from sft_play.plan import EARLIER, PROFILED, Estimator, Plan
 from sft_play.planning.budget import training_threads
 from sft_play.planning.candidates.compiled import compiled_reasons
@@ -33,9 +33,9 @@ from sft_play.reasons.method import (
     Unproven,
 )
 from sft_play.reasons.reason import Reason
-from sft_play.sizing import questions
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.corrections import Record, reasons_of
+from sft_play.sizing.estimate.corrections import Record, reasons_of
+from sft_play.sizing.facts import step_facts
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 
@@ -51,7 +51,7 @@ def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimat
     """
     assert plan.memory
     config, architecture = request.config, request.architecture
-    kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
+    kernel = architecture.ask(step_facts.attention_kernel, StepSpec.of(config, plan))
     threads = training_threads(request.machine, request.processes) or 1
 
     def trained_elements() -> int:
@@ -86,7 +86,7 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
         return []
     dtype = AUTOCAST.get(plan.precision.autocast, plan.precision.dtype)
     try:
-        architecture.ask(questions.attention, name, plan.device, capability, dtype)
+        architecture.ask(step_facts.attention, name, plan.device, capability, dtype)
     except ConfigError:  # nobody asked for it
         return []
     return [Unproven(row.joined.label, f"model.attention={name}")]
@@ -117,7 +117,7 @@ def trained_besides(request: Request) -> list[Reason]:
     modules = tuning.lora.modules_to_save if tuning.mode != "full" else ()
     if not tokens and not modules:
         return []
-    return [found for found in request.architecture.ask(questions.trained_besides, tokens, modules) if found]
+    return [found for found in request.architecture.ask(step_facts.trained_besides, tokens, modules) if found]
 
 
 def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[Reason]:

@@ -26,7 +26,7 @@ from sft_play.planning.speed.measured_speed import corrected_clock, speeds_of
 from sft_play.reasons.choices import TokensDivided
 from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.corrections import corrected_estimator, records_of
+from sft_play.sizing.estimate.corrections import corrected_estimator, records_of
 
 BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
 Accept = Callable[[Plan], bool]

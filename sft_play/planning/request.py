@@ -18,8 +18,8 @@ from sft_play.plan import Device
 from sft_play.planning.budget import machines_of, memory_device, training_device
 from sft_play.planning.candidates.batch import batch_for
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.budget import DeviceBudget
+from sft_play.sizing.estimate.budget import DeviceBudget
+from sft_play.sizing.facts.architecture import Architecture
 
 Settings = Mapping[str, Any]  # by their dotted names
 UNCHANGED: Settings = MappingProxyType({})

@@ -10,13 +10,13 @@ from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.batching import padded_length
 from sft_play.engines.registry import engine_of
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
-from sft_play.model.attention_table import same_kernels
+from sft_play.model.attention.table import same_kernels
 from sft_play.parts import Activations, Precision, Sharing
 from sft_play.plan import Plan
-from sft_play.sizing.product_scratch import Rules, product_scratch
+from sft_play.sizing.meters.product_scratch import Rules, product_scratch
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
-# Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of model/cpu.py
+# Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of layers/cpu.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # where rows are not known one by one, the supervised share is rounded up to a twentieth
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
@@ -159,7 +159,7 @@ class StepSpec:
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     threads: int = 1  # of a process, if it is a CPU: its kernels
-    scratch: Rules = ()  # and what its products take, by operation (sizing/product_scratch.py)
+    scratch: Rules = ()  # and what its products take, by operation (sizing/meters/product_scratch.py)
     optimizer: str = DEFAULT
     kernels: str = "own"  # of norms, rotary embeddings and gated layers, as of a plan
     neftune: bool = False  # noise on the embeddings

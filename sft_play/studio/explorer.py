@@ -8,7 +8,7 @@ from werkzeug.exceptions import BadRequest, Forbidden
 
 from sft_play.config.methods import METHODS
 from sft_play.machine.catalogue import known_gpus
-from sft_play.model.published import published_models
+from sft_play.model.architecture.published import published_models
 from sft_play.report.html import Page
 from sft_play.report.plan_page import TEMPLATE, Field, gpus_page, plan_page, question_page
 from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting

@@ -31,7 +31,7 @@ from sft_play.manifest import (
     read_manifest,
     write_manifest,
 )
-from sft_play.model.files import foreign_weights
+from sft_play.model.weights.files import foreign_weights
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_json
 from sft_play.train.pickles import UNUSED, find_refused

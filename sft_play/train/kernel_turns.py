@@ -23,8 +23,8 @@ from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import first_line
 from sft_play.job import Job, request_of
-from sft_play.model.compilation import compiled_forwards
-from sft_play.model.layer_forward import forward_of, replace_forward, replace_forwards
+from sft_play.model.layers.compilation import compiled_forwards
+from sft_play.model.layers.own_passes import forward_of, replace_forward, replace_forwards
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.allowed import estimator_of
 from sft_play.planning.budget import training_device
@@ -40,8 +40,8 @@ from sft_play.planning.speed.timed_kernels import (
     winners_of,
     write_verdict,
 )
-from sft_play.sizing.architecture import text_of
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.estimate.corrections import ProbeResult
+from sft_play.sizing.facts.architecture import text_of
 from sft_play.train.probe import as_it_was, fits_alone, let_go, run_steps, step_of_highest
 from sft_play.train.ranks import all_agree, from_all, from_main, now
 from sft_play.train.session import Session

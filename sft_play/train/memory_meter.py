@@ -8,7 +8,7 @@ import torch
 
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.train.metered_steps import MeteredSteps
 from sft_play.train.ranks import from_all
 

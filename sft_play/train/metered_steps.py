@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from sft_play.plan import Plan
-from sft_play.sizing.phase_meter import PhaseMeter
+from sft_play.sizing.meters.phases import PhaseMeter
 
 STEPS = 2
 BESIDES = "between steps"  # where a checkpoint is saved, for example

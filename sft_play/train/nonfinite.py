@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sft_play.errors import NonFiniteError
-from sft_play.model.loss_head import score_batch
-from sft_play.model.weights import first_not_finite
+from sft_play.model.layers.loss_head import score_batch
+from sft_play.model.weights.finished import first_not_finite
 from sft_play.train.ranks import from_all
 from sft_play.units import listed
 

@@ -22,15 +22,21 @@ from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, first_line
 from sft_play.job import Job
-from sft_play.model.loss_head import token_loss
-from sft_play.model.weights import release_memory
+from sft_play.model.layers.loss_head import token_loss
+from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.budget import training_device
-from sft_play.sizing.architecture import text_of
-from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
-from sft_play.sizing.phase_meter import PhaseMeter
+from sft_play.sizing.estimate.corrections import (
+    ProbeResult,
+    record_path,
+    write_overhead,
+    write_ran_out,
+    write_record,
+)
+from sft_play.sizing.facts.architecture import text_of
+from sft_play.sizing.meters.phases import PhaseMeter
 from sft_play.sizing.step import TOKEN_BYTES, StepSpec
-from sft_play.sizing.trace import prepare_for_training
+from sft_play.sizing.trace.trace import prepare_for_training
 from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps

@@ -20,11 +20,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play.errors import DoesNotFitError, OutOfMemory, first_line
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.process import handling
-from sft_play.model.weights import release_memory
+from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
 from sft_play.reasons.choices import EffectiveBatch
 from sft_play.runlog import read_json
-from sft_play.sizing.corrections import write_ran_out
+from sft_play.sizing.estimate.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.ranks import any_rank

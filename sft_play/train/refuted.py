@@ -12,7 +12,7 @@ from sft_play.plan import PROBED, PROFILED, Plan
 from sft_play.planning.speed.clock import plan_clock
 from sft_play.planning.speed.devices import derived_profile, forget_profile
 from sft_play.planning.speed.measured_speed import Timing
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.train.speeds import keep_times
 from sft_play.units import format_duration
 

@@ -11,7 +11,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
 from sft_play.manifest import has_manifest, read_manifest
-from sft_play.model.base_files import require_same_base
+from sft_play.model.weights.base_files import require_same_base
 from sft_play.runlog import read_json
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
 from sft_play.train.ranks import from_all

@@ -17,11 +17,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
-from sft_play.model.architecture import class_to_name
+from sft_play.model.architecture.shape import class_to_name
 from sft_play.plan import Plan
 from sft_play.planning.speed.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
-from sft_play.sizing.corrections import ProbeResult, write_run_memory
+from sft_play.sizing.estimate.corrections import ProbeResult, write_run_memory
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space

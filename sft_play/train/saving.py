@@ -16,7 +16,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.engines.stored import part_of, type_of
 from sft_play.fingerprints import installed_versions
 from sft_play.manifest import CARD, replacing
-from sft_play.model.decomposition import save_trained
+from sft_play.model.adapters.decomposition import save_trained
 from sft_play.model.generation import unknown_stops
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.ranks import from_all

@@ -16,18 +16,18 @@ from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.job import Job
-from sft_play.model import float8
-from sft_play.model.architecture import flop_sizes, flops_per_token, units_of
-from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.architecture.shape import flop_sizes, flops_per_token, units_of
+from sft_play.model.attention.sequence_parallel import divided_micro_batches, part_of_group
+from sft_play.model.attention.table import ATTENTIONS
 from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
-from sft_play.model.compilation import compile_layers
-from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.generation import say_stops
+from sft_play.model.layers import float8
+from sft_play.model.layers.compilation import compile_layers
+from sft_play.model.layers.cpu import keep_freed_memory
+from sft_play.model.layers.recomputation import RECOMPUTING
 from sft_play.model.load import saved_dtype
-from sft_play.model.recomputation import RECOMPUTING
-from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
-from sft_play.model.weights import release_memory
+from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.candidates.batch import nearest_multiples
 from sft_play.planning.speed.devices import peak_flops

@@ -10,12 +10,12 @@ from rich.padding import Padding
 from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
-from sft_play.model.compilation import compile_layers
+from sft_play.model.layers.compilation import compile_layers
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.report.memory import probe_line
 from sft_play.report.tables import step_line
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.start import part
 from sft_play.train.kernel_turns import timed_kernels
 from sft_play.train.probe import memory_advice, probe

@@ -6,7 +6,7 @@ from sft_play.job import Job
 from sft_play.planning.budget import training_device
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.measured_speed import Timing, speed_path, write_times
-from sft_play.sizing.architecture import text_of
+from sft_play.sizing.facts.architecture import text_of
 
 
 def keep_times(job: Job, *timed: Timing) -> None:

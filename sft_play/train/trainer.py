@@ -13,8 +13,8 @@ from trl import SFTTrainer
 
 from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
-from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
-from sft_play.model.recomputation import adjust
+from sft_play.model.layers.loss_head import TokenScore, add_loss_head, losses, score_batch
+from sft_play.model.layers.recomputation import adjust
 from sft_play.parts import Activations
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate

@@ -14,7 +14,7 @@ from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE
-from sft_play.model.sequence_parallel import KEY, Part, divide
+from sft_play.model.attention.sequence_parallel import KEY, Part, divide
 from sft_play.plan import Plan
 from sft_play.reasons.choices import ranks_text
 from sft_play.train.ranks import from_all

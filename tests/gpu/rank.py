@@ -17,9 +17,9 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.config.schema import ModelConfig
-from sft_play.model import attention
+from sft_play.model.attention import varlen
 from sft_play.model.build import load_base
-from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.model.layers.loss_head import add_loss_head, token_loss
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.units import MIB
 
@@ -41,7 +41,7 @@ def make_model(folder: Path, device: torch.device) -> Any:
     model: Any = load_base(
         ModelConfig(name=str(folder)),
         dtype="float32",
-        attn_implementation=attention.NAME,
+        attn_implementation=varlen.NAME,
         device=device,
         quantize=False,
     )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sft_play.model.attention import register, varlen_sdpa
-from sft_play.model.attention_operator import attend_joined, rows_of, serves
+from sft_play.model.attention.operator import attend_joined, rows_of, serves
+from sft_play.model.attention.varlen import register, varlen_sdpa
 from sft_play.upstream.torch import mark_dynamic
 
 TOKENS, LENGTHS = 70, [33, 1, 36]

@@ -5,7 +5,7 @@ from functools import reduce
 import pytest
 import torch
 
-from sft_play.model.inputs_in_ram import InputsInRam
+from sft_play.model.layers.inputs_in_ram import InputsInRam
 
 LAYERS, WIDTH = 6, 512
 ROWS = {"cuda": 4096, "cpu": 256}  # where nothing is copied, fewer show the same

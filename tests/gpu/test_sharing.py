@@ -12,8 +12,8 @@ from sft_play.builtin.demo import materialise
 from sft_play.cache import write_value
 from sft_play.config.load import load_config
 from sft_play.job import prepare_job
-from sft_play.model.loss_head import token_loss
-from sft_play.sizing.budget import LEAST_BYTES
+from sft_play.model.layers.loss_head import token_loss
+from sft_play.sizing.estimate.budget import LEAST_BYTES
 from sft_play.train.probe import correction_path
 from sft_play.units import GIB, MIB
 from tests.gpu.rank import HELD, batch_of, make_model

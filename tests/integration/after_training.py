@@ -17,8 +17,8 @@ from sft_play.commands.export import export  # noqa: E402
 from sft_play.commands.merge import merge, merge_test  # noqa: E402
 from sft_play.config.schema import RunConfig  # noqa: E402
 from sft_play.engines.stored import give_back_freed_memory  # noqa: E402
-from sft_play.model.cpu import M_MMAP_THRESHOLD  # noqa: E402
-from sft_play.model.weights import release_memory  # noqa: E402
+from sft_play.model.layers.cpu import M_MMAP_THRESHOLD  # noqa: E402
+from sft_play.model.weights.finished import release_memory  # noqa: E402
 from sft_play.runlog import RunDir  # noqa: E402
 from sft_play.units import KIB  # noqa: E402
 from tests.integration.loading import anonymous_bytes, anonymous_peak  # noqa: E402

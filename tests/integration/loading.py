@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from sft_play.engines.stored import give_back_freed_memory
 from sft_play.job import Job
 from sft_play.model.build import build_model
-from sft_play.model.cpu import M_MMAP_THRESHOLD
-from sft_play.model.weights import release_memory
+from sft_play.model.layers.cpu import M_MMAP_THRESHOLD
+from sft_play.model.weights.finished import release_memory
 from sft_play.train import session
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.units import KIB

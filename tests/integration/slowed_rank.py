@@ -26,7 +26,7 @@ if __name__ == "__main__":
     die_with_parent()
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
     from sft_play.cli import run_rank
-    from sft_play.model import layer_forward, library_passes
+    from sft_play.model.layers import library_passes, own_passes
 
-    slow_down(*((layer_forward, 0.1) if os.environ["RANK"] == "0" else (library_passes, 0.4)))
+    slow_down(*((own_passes, 0.1) if os.environ["RANK"] == "0" else (library_passes, 0.4)))
     raise SystemExit(run_rank(sys.argv[1:]))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.model.adapters import attach_adapter
+from sft_play.model.adapters.attach import attach_adapter
 from sft_play.model.build import load_base
-from sft_play.model.merged import FP32_COPIES
+from sft_play.model.weights.merged import FP32_COPIES
 from sft_play.runlog import RunDir
 from sft_play.units import MIB
 from tests.unit.export.folders import SIZES, byte_tokenizer

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.manifest import MANIFEST, files_in, find_damage, read_manifest
-from sft_play.model.weights import finished_weights
+from sft_play.model.weights.finished import finished_weights
 from sft_play.runlog import read_json
 from sft_play.train import run as run_module
 from sft_play.train.checkpoints import find_problem

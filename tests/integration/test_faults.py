@@ -44,7 +44,7 @@ def test_the_rank_is_named_and_all_end(tmp_path, fault, seconds, code, words):
         assert "in on_step_begin" in stacks[1].read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.faults  # that the watcher leaves out time in which it did not run itself, a unit test says too
 def test_a_run_that_is_stopped_whole_for_longer_than_the_limit_does_not_hang(tmp_path):
     """It goes on, unless it was stopped while a rank waited for another: that wait is over, and said so."""
     ended = pause_whole(tmp_path, LIMIT_S, 3 * LIMIT_S)

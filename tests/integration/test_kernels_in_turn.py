@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from sft_play.choices.kernels import COMPILED, LAYERS, LIBRARY
 from sft_play.job import request_of
 from sft_play.launch import accelerate
-from sft_play.model import compilation, layer_forward
+from sft_play.model.layers import compilation, own_passes
 from sft_play.planning.answers.resumed import resumed_plan
 from sft_play.planning.speed.timed_kernels import Verdict, read_verdicts, write_verdict
 from sft_play.runlog import RunDir, read_json
@@ -36,12 +36,12 @@ def with_norms(monkeypatch, act):
     """The only other kernels are those with norms of our own after which `act(result, x)` is done."""
 
     def norm_forward(module, x):
-        found = layer_forward.norm_forward(module, x)
+        found = own_passes.norm_forward(module, x)
         return found if isinstance(x, FakeTensor) else act(found, x)
 
     code = ModuleType("odd_kernels")
-    code.norm_forward, code.rotated, code.STAND_INS = norm_forward, layer_forward.rotated, {}
-    code.forward_for = layer_forward.forward_for
+    code.norm_forward, code.rotated, code.STAND_INS = norm_forward, own_passes.rotated, {}
+    code.forward_for = own_passes.forward_for
     monkeypatch.setitem(sys.modules, code.__name__, code)
     # still a row: what is asked of models here is kept for other tests
     monkeypatch.setitem(LAYERS, LIBRARY.name, replace(LIBRARY, on_cpu=False))
@@ -108,8 +108,8 @@ def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_o
     tiny_model, tmp_path, monkeypatch, capsys
 ):
     """Ours are slowed down; so those of transformers win."""
-    forward = layer_forward.norm_forward
-    monkeypatch.setattr(layer_forward, "norm_forward", lambda module, x: slow(forward(module, x), x))
+    forward = own_passes.norm_forward
+    monkeypatch.setattr(own_passes, "norm_forward", lambda module, x: slow(forward(module, x), x))
     job = sized(make_job(tiny_model, tmp_path, "faster", **SETTINGS))
     asked = sized(make_job(tiny_model, tmp_path, "asked", kernels="own", **SETTINGS))
     session, result = proven(job)
@@ -160,9 +160,9 @@ def test_a_long_run_may_try_compiled_layers_and_goes_by_what_was_found(tiny_mode
 
 @pytest.mark.slow
 def test_it_tries_them_and_keeps_them_where_they_are_faster(tiny_model, tmp_path, monkeypatch, compiles):
-    forward = layer_forward.norm_forward
+    forward = own_passes.norm_forward
     monkeypatch.setattr(
-        layer_forward, "norm_forward", lambda module, x: slow_unless_compiled(forward(module, x), x)
+        own_passes, "norm_forward", lambda module, x: slow_unless_compiled(forward(module, x), x)
     )
     plan = proven(sized(make_job(tiny_model, tmp_path, "long", **LONG)))[0].job.plan
     assert (plan.compile, plan.kernels, plan.kernels_origin) == (True, "own", "probe")

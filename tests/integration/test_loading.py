@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.model.build import build_model
-from sft_play.sizing.cpu_meter import storage_bytes
+from sft_play.sizing.meters.cpu import storage_bytes
 from sft_play.units import MIB
 from tests.conftest import VOCABULARY
 from tests.integration.loading import weights_of

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.extras import install_command
 from sft_play.model.build import load_for_inference
-from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
+from sft_play.model.layers.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.runlog import read_json
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session

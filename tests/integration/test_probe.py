@@ -22,8 +22,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.runlog import read_json
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.budget import LEAST_BYTES
+from sft_play.sizing.estimate.budget import LEAST_BYTES
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import train

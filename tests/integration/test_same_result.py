@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.data.batching import pack
-from sft_play.model import compilation
+from sft_play.model.layers import compilation
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
 from tests.jobs import SEQ, losses, make_job

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from sft_play import cli
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
-from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
-from sft_play.model.weights import finished_weights
+from sft_play.model.layers.loss_head import TokenScore, add_loss_head, score_batch
+from sft_play.model.weights.finished import finished_weights
 from sft_play.runlog import RunDir, read_json
 from sft_play.train.disk import result_bytes, weights_bytes
 from sft_play.train.run import train

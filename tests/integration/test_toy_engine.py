@@ -14,7 +14,7 @@ from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.runlog import RunDir
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train.run import train
 from tests.integration.processes import assert_same_curve
 from tests.integration.toy_engine import BUFFER, with_toy

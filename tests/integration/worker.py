@@ -23,7 +23,7 @@ with importing_libraries():  # as a rank does
 
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
-    from sft_play.model import decomposition
+    from sft_play.model.adapters import decomposition
     from sft_play.train import session
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train

@@ -121,7 +121,7 @@ def _small_model(rows: int) -> Any:
 
 def run_pattern(case: Case, setting: Setting) -> str:
     """Patterns and names of modules, as far as an adapter; and a pattern for answers."""
-    from sft_play.model.adapters import attach_adapter
+    from sft_play.model.adapters.attach import attach_adapter
 
     config = _configured(json.loads(case.content), setting.folder)
     lora, pattern = config.tuning.lora, config.eval.answer_pattern
@@ -139,7 +139,7 @@ def run_pattern(case: Case, setting: Setting) -> str:
 
 def run_tokens(case: Case, setting: Setting) -> str:
     """New tokens: in the tokenizer, in a text, in a model, and beside an adapter."""
-    from sft_play.model.adapters import attach_adapter
+    from sft_play.model.adapters.attach import attach_adapter
     from sft_play.model.new_tokens import add_new_tokens, add_rows
 
     config = _configured(json.loads(case.content), setting.folder)
@@ -300,7 +300,7 @@ def run_process(case: Case, setting: Setting) -> str:
         allowed = {2} | allowed - {0}
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
-    if case.words[0] == "plan" and "TORCH_LOGS" in environment:  # a plan from the cache needs no PyTorch
+    if case.words[0] in ("plan", "config-schema") and "TORCH_LOGS" in environment:  # they may need no PyTorch
         allowed |= {0}
     if environment.keys() & {"WORLD_SIZE"} and case.words[0] != "train":
         allowed |= {0, 6}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import prepare
-from sft_play.model.adapters import attach_adapter
+from sft_play.model.adapters.attach import attach_adapter
 from sft_play.model.build import load_base
 from sft_play.model.load import load_tokenizer
 from sft_play.runlog import RunDir

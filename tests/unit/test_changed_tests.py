@@ -60,6 +60,14 @@ def test_the_nearest_come_first_and_the_rest_is_counted(tree):
     )
 
 
+def test_the_test_of_a_module_in_a_room_stands_in_the_folder_of_its_package(tree):
+    for file in ("sft_play/report/tables/cells.py", "tests/unit/report/test_cells.py"):
+        (tree / file).parent.mkdir(exist_ok=True)
+        (tree / file).write_text("def test_cells():\n    pass\n")
+    found, _ = near(tree, "sft_play/report/tables/cells.py")
+    assert found == ["unit/report/test_cells.py", "unit/report/test_pages.py"]
+
+
 def test_a_changed_test_runs_wherever_it_is_and_a_deleted_one_does_not(tree):
     assert near(tree, "tests/integration/test_runs.py") == (["integration/test_runs.py"], 0)
     (tree / "sft_play/cli.py").unlink()

@@ -65,7 +65,7 @@ def test_hashing_is_cheap():
 def test_nothing_is_hashed_when_modules_are_imported():
     script = (
         "from sft_play import fingerprints\n"
-        "import sft_play.data.prepare, sft_play.builtin.demo, sft_play.sizing.estimator\n"
+        "import sft_play.data.prepare, sft_play.builtin.demo, sft_play.sizing.estimate.estimator\n"
         "assert fingerprints.sources_digest.cache_info().misses == 0\n"
         "assert fingerprints._version.cache_info().misses == 0"
     )

@@ -24,11 +24,11 @@ FLOORS = [
     ["hooks", "plan", "runlog", "ui", "work"],
     ["reasons", "timeline", "upstream"],
     ["engines"],
-    ["machine", "model.attention_table", "hub", "libraries"],
-    ["data", "model.published"],
+    ["machine", "model.attention.table", "hub", "libraries"],
+    ["data", "model.architecture.published"],
     ["data.prepare", "report"],
     ["data.show"],
-    ["sizing.product_scratch", "sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
+    ["sizing.meters.product_scratch", "sizing.step", "sizing.estimate.allocator", "sizing.estimate.budget", "sizing.estimate.memory"],
     ["planning.candidates.batch", "planning.candidates.drafts", "planning.candidates.tiles", "planning.search", "planning.speed.profile"],
     ["launch"],
     ["studio"],
@@ -151,12 +151,12 @@ def imports_of_all() -> dict[str, set[str]]:
     return {name: (imported & found.keys()) - {name} for name, imported in found.items()}
 
 
-def folders_of(modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Folder -> folders that its modules import; within the package and the tests, their own folders."""
+def folders_of(modules: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
+    """Folder -> folders that its modules import; within the package and the tests, their own to this depth."""
 
     def folder(name: str) -> str:
         parts = name.split(".")
-        return ".".join(parts[:2] if parts[0] in (PACKAGE.name, "tests") else parts[:1])
+        return ".".join(parts[:depth] if parts[0] in (PACKAGE.name, "tests") else parts[:1])
 
     graph: dict[str, set[str]] = {}
     for name, imported in modules.items():
@@ -169,7 +169,9 @@ def test_neither_modules_nor_packages_import_each_other_in_a_circle():
     modules = imports_of_all()
     assert {name.partition(".")[0] for name in modules} == set(FOLDERS)
     assert "benchmarks.small_models" in modules["tests.unit.sizing.test_trace"]  # a look across folders
-    circles = find_cycles(modules) + find_cycles(folders_of(modules))
+    rooms = folders_of(modules, 3)  # a module beside rooms, as model/build.py, is one of its own
+    assert "sft_play.model.attention" in rooms["sft_play.model.layers"]
+    circles = find_cycles(modules) + find_cycles(folders_of(modules, 2)) + find_cycles(rooms)
     assert not circles, "\n".join(", ".join(sorted(circle)) for circle in circles)
 
 

@@ -10,7 +10,7 @@ from sft_play.choices.engines import TRAITS
 from sft_play.choices.kernels import LAYERS
 from sft_play.choices.metrics import METRICS
 from sft_play.choices.optimizers import OPTIMIZERS
-from sft_play.model.families import FAMILIES
+from sft_play.model.architecture.families import FAMILIES
 from sft_play.rows.formats import FORMATS
 from tests.conftest import REPOSITORY
 
@@ -21,7 +21,7 @@ TABLES = {
     "choices/kernels.py": LAYERS,
     "choices/metrics.py": METRICS,
     "choices/optimizers.py": OPTIMIZERS,
-    "model/families.py": FAMILIES,
+    "model/architecture/families.py": FAMILIES,
     "rows/formats.py": FORMATS,
 }
 # Who else names an engine: the targets of make, and a refusal that says which engines to use instead.
@@ -29,7 +29,7 @@ OTHERS = {name: {"spelling.py", "engines/zero3.py"} for name in ("deepspeed_z2",
 OTHERS["ddp"] = {"spelling.py"}
 # Of a knob that has no table: the files that know it.
 KNOBS = {
-    "kept_layers": {"parts.py", "model/recomputation.py"},
+    "kept_layers": {"parts.py", "model/layers/recomputation.py"},
     "mlp_tiles": {
         "parts.py",
         "config/train.py",
@@ -48,7 +48,7 @@ KNOBS = {
         "planning/answers/other_machines.py",
         "reasons/choices.py",
         "sizing/step.py",
-        "sizing/trace.py",
+        "sizing/trace/trace.py",
         "train/probe.py",
         "train/rows.py",
         "train/run.py",

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 import bitsandbytes  # noqa: F401  registers its operations
 import torch
 
-from sft_play.sizing import kernels
+from sft_play.sizing.kernels import simulation
 from sft_play.sizing.step import LOSS_TILES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,7 +255,7 @@ WRITTEN = [
 # "module:name" -> the value that we have written down; ... where it only has to be there
 VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
-    "sft_play.model.cpu:TILE": LOSS_TILES["cpu"],
+    "sft_play.model.layers.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
     "huggingface_hub.utils._http:_GLOBAL_CLIENT_FACTORY": ...,
     "torch._C:DisableTorchFunction": ...,
@@ -343,17 +343,19 @@ ATEN = {
 # Why private names stay outside of the room -> files.
 OUTSIDE = {
     "the trace works inside of PyTorch's dispatcher, profiler and FSDP2, and is nothing else": (
-        "sizing/cpu_kernels.py sizing/cpu_meter.py sizing/fake.py sizing/fake_results.py sizing/kernels.py "
-        "sizing/like_zero3.py sizing/operations.py sizing/recorder.py sizing/sharded.py model/stand_in.py"
+        "sizing/kernels/cpu.py sizing/kernels/simulation.py sizing/meters/cpu.py sizing/recording/fake_results.py "
+        "sizing/recording/operations.py sizing/recording/recorder.py sizing/trace/fake_model.py "
+        "sizing/trace/sharded.py sizing/trace/zero3.py model/layers/stand_in.py"
     ),
     "a subclass of the library's overrides its methods, which cannot be elsewhere": (
         "train/trainer.py launch/rendezvous.py"
     ),
     "attributes of single modules of one model, which end with it": (
-        "model/compilation.py model/layer_forward.py model/liger.py model/merged.py model/recomputation.py "
+        "model/layers/compilation.py model/layers/own_passes.py model/layers/liger.py "
+        "model/layers/recomputation.py model/weights/merged.py "
         "engines/zero3_parts.py train/probe.py train/convert.py"
     ),
-    "says of an architecture what it can": "model/attention_choice.py",
+    "says of an architecture what it can": "model/attention/choice.py",
 }
 
 
@@ -361,9 +363,9 @@ def test_names_of_the_tracer_and_of_the_architectures_are_there():
     from torch.utils import _python_dispatch
     from transformers import LlamaForCausalLM
 
-    assert callable(_python_dispatch._get_current_dispatch_mode_stack)  # sizing/recorder.py
+    assert callable(_python_dispatch._get_current_dispatch_mode_stack)  # sizing/recording/recorder.py
     assert LlamaForCausalLM._supports_attention_backend is True  # model/load.py
-    assert torch.ops.aten.mm.default._schema.name == "aten::mm"  # sizing/operations.py
+    assert torch.ops.aten.mm.default._schema.name == "aten::mm"  # sizing/recording/operations.py
 
 
 def users(word: str) -> str:
@@ -439,7 +441,7 @@ def test_fields_that_some_architectures_lack_have_their_name():
 
 def test_operations_that_autocast_treats_apart_are_there():
     places = (torch, torch.nn.functional, torch.Tensor)
-    names = kernels.FP32_INPUT | kernels.FP32_RESULT
+    names = simulation.FP32_INPUT | simulation.FP32_RESULT
     gone = [name for name in sorted(names) if not any(hasattr(place, name) for place in places)]
     assert not gone, gone
 

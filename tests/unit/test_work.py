@@ -16,10 +16,10 @@ from benchmarks.small_models import WIDE, small_config
 from benchmarks.step_time import flop
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.estimator import Traces
+from sft_play.model.layers.loss_head import add_loss_head
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import LOSS_TILES, PaddedRows, StepSpec
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step
+from sft_play.sizing.trace.trace import forward, make_batch, prepare_for_training, trace_step
 from sft_play.work import ATTENTION, ATTENTION_BACKWARD, BYTES, PRODUCT, TIMES, UNPACK, K, M, WorkLine
 
 CONFIG = small_config("llama", WIDE | {"layers": 5})

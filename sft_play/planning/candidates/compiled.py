@@ -11,13 +11,13 @@ from sft_play.choices.kernels import COMPILED, FLOAT8
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
-from sft_play.model import float8
-from sft_play.model.attention_table import NAME
+from sft_play.model.attention.table import NAME
+from sft_play.model.layers import float8
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.drafts import choose_precision
 from sft_play.reasons.method import CompiledLayers, Unproven
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.units import AUTOCAST
 
 

@@ -4,10 +4,10 @@ from math import gcd
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.model.attention_table import ATTENTIONS, NAME
+from sft_play.model.attention.table import ATTENTIONS, NAME
 from sft_play.planning.candidates.batch import divisors
 from sft_play.reasons.method import Padded
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.units import counted
 
 

@@ -7,7 +7,7 @@ from sft_play.engines.registry import engine_of, label_of
 from sft_play.plan import Plan
 from sft_play.reasons.choices import WeightsAlone
 from sft_play.reasons.reason import Reason
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import BYTES_PER_ELEMENT
 

@@ -22,12 +22,12 @@ from sft_play.data.length import require_supported
 from sft_play.data.sources import fingerprint, open_inputs
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
-from sft_play.model.files import model_key
+from sft_play.model.weights.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.candidates.batch import BatchSplit, evaluation_batches
 from sft_play.planning.rows.divided_tokens import most_of_a_rank
-from sft_play.sizing.architecture import AnyArchitecture, Architecture
-from sft_play.sizing.micro_batches import front
+from sft_play.sizing.estimate.micro_batches import front
+from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
 from sft_play.ui.console import warn
 

@@ -1,7 +1,7 @@
 """Plans that keep the activations of some layers and recompute those of the others. Pure.
 
 Memory between the two extremes is speed for free. Each layer that keeps its activations takes memory and
-saves time, so the most that fit are looked for. They are the last ones (model/recomputation.py).
+saves time, so the most that fit are looked for. They are the last ones (model/layers/recomputation.py).
 """
 
 from bisect import bisect_left

@@ -26,8 +26,8 @@ from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.less_sent import at_worst
 from sft_play.planning.speed.devices import ROUNDS, Collectives, collectives_of, profile_of
 from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
-from sft_play.sizing.architecture import AnyArchitecture, Architecture
-from sft_play.sizing.estimator import BatchesOf, work_of_plans
+from sft_play.sizing.estimate.estimator import BatchesOf, work_of_plans
+from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.work import ALL_TO_ALL, TRANSFER, Work, fused
 

@@ -20,7 +20,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.parts import Activations, Sharing, flat
 from sft_play.plan import EARLIER, PROFILED, Clock, Plan
 from sft_play.planning.speed.profile import DeviceProfile
-from sft_play.sizing.corrections import record_path
+from sft_play.sizing.estimate.corrections import record_path
 
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
 HALF_LIFE_S = 7 * 24 * 3600.0  # a comparison of plans then counts half, and they may be timed again

@@ -21,7 +21,7 @@ import torch
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.model import attention
+from sft_play.model.attention import varlen
 from sft_play.planning.speed.profile import (
     BUSY,
     LENGTHS,
@@ -34,7 +34,7 @@ from sft_play.planning.speed.profile import (
     ProductGrid,
     product_seconds,
 )
-from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.upstream.torch import keep_busy
 
 GRID_S = 1.2  # after so long no product of a grid is measured; those that remain follow from the others
@@ -287,7 +287,7 @@ def _attention(clock: Stopwatch) -> tuple[Curve, Curve]:
     """Seconds of the forward and of the backward pass, per token and element of the width."""
     forward, backward, lengths = [], [], LENGTHS if clock.device.type == "cuda" else LENGTHS[:-1]
     dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
-    attention.register()  # turns off the kernel that training does not use
+    varlen.register()  # turns off the kernel that training does not use
     attend = torch.nn.functional.scaled_dot_product_attention
     for tokens in lengths:
         rows = max(1, ATTENDED[clock.device.type] // tokens)
@@ -355,9 +355,9 @@ def _with_calls(profile: DeviceProfile, clock: Stopwatch) -> DeviceProfile:
     """The profile with the time to call an operation: what remains of a tiny model's time, per call."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from sft_play.model.adapters import attach_adapter
+    from sft_play.model.adapters.attach import attach_adapter
     from sft_play.sizing.step import PaddedRows, StepSpec
-    from sft_play.sizing.trace import make_batch
+    from sft_play.sizing.trace.trace import make_batch
 
     base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).to(clock.device)
     model = attach_adapter(base, LoraSettings(r=8)).train()

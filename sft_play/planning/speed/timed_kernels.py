@@ -13,7 +13,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.parts import Activations, Sharing
 from sft_play.plan import Plan
 from sft_play.planning.speed.measured_speed import HALF_LIFE_S
-from sft_play.sizing.corrections import record_path
+from sft_play.sizing.estimate.corrections import record_path
 from sft_play.units import format_duration
 
 TO_COMPILE = "seconds to compile decoder layers"

@@ -18,12 +18,12 @@ from benchmarks.evidence.runs import ROWS, Head, Run, read_sources
 from benchmarks.evidence.steps import trace_run, warmup_bytes
 from sft_play.engines.base import Message
 from sft_play.errors import ConfigError
-from sft_play.model.architecture import empty_model
+from sft_play.model.architecture.shape import empty_model
 from sft_play.planning.speed.clock import StepSeconds
 from sft_play.planning.speed.devices import Collectives
 from sft_play.planning.speed.profile import Curve
-from sft_play.sizing.allocator import replay
-from sft_play.sizing.budget import CONTEXTS, LOOSE_SHARE, PUBLISHED_ERRORS, guard
+from sft_play.sizing.estimate.allocator import replay
+from sft_play.sizing.estimate.budget import CONTEXTS, LOOSE_SHARE, PUBLISHED_ERRORS, guard
 from sft_play.timeline import PHASES
 from sft_play.units import MIB
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.evidence.habits import Habits, history
-from sft_play.sizing.allocator import EMPTY_CACHE, replay, replay_steps
+from sft_play.sizing.estimate.allocator import EMPTY_CACHE, replay, replay_steps
 from sft_play.timeline import TERMS
 from sft_play.units import MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of

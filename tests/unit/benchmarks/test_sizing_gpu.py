@@ -23,9 +23,9 @@ from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case, with_errors
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.sizing.cpu_meter import storage_bytes
-from sft_play.sizing.phase_meter import CudaMeter
-from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.meters.cpu import storage_bytes
+from sft_play.sizing.meters.phases import CudaMeter
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import PaddedRows, StepSpec
 
 CPU, H200 = torch.device("cpu"), Target("cuda", "NVIDIA H200", (9, 0))

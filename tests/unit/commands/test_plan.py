@@ -11,7 +11,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine import gpus
 from sft_play.machine.catalogue import find_specs
-from sft_play.model import published
+from sft_play.model.architecture import published
 from sft_play.model.load import planning_config
 from sft_play.planning.answers import other_machines
 from sft_play.planning.answers.other_machines import COMMON_GPUS, MODES

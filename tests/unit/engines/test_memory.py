@@ -15,11 +15,11 @@ from sft_play.engines.registry import ALONE, ENGINES, engine_of, offload_problem
 from sft_play.engines.zero2 import Buckets
 from sft_play.engines.zero2_division import parts_of
 from sft_play.engines.zero3 import sub_groups
-from sft_play.sizing.allocator import as_changes, first_steps
-from sft_play.sizing.budget import device_budget
-from sft_play.sizing.memory import SizedStep, estimate
+from sft_play.sizing.estimate.allocator import as_changes, first_steps
+from sft_play.sizing.estimate.budget import device_budget
+from sft_play.sizing.estimate.memory import SizedStep, estimate
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import update_bytes
+from sft_play.sizing.trace.trace import update_bytes
 from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of

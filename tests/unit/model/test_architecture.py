@@ -24,9 +24,9 @@ from transformers import (
 from benchmarks.miniatures import miniature
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.architecture import class_to_name, empty_model, require_decoder, units_of
+from sft_play.model.adapters.targets import text_prefix
+from sft_play.model.architecture.shape import class_to_name, empty_model, require_decoder, units_of
 from sft_play.model.load import load_model_config
-from sft_play.model.targets import text_prefix
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 TWO_TEXTS = MusicgenConfig(

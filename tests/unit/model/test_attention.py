@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from sft_play.errors import ConfigError
-from sft_play.model import attention
+from sft_play.model.attention import varlen
 from sft_play.upstream.torch import without_cudnn_attention
 from tests.rounding import assert_same_tensor, forward_terms, step_terms, summed
 
@@ -41,9 +41,9 @@ CONFIGS = {
 
 
 def build(config, implementation: str):
-    attention.register()
+    varlen.register()
     torch.manual_seed(0)
-    name = attention.library_name(implementation)
+    name = varlen.library_name(implementation)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -52,14 +52,14 @@ def build(config, implementation: str):
 
 
 def test_a_mask_that_a_layer_computes_is_not_ignored():
-    model = build(DogeConfig(**SHAPE), attention.NAME)
+    model = build(DogeConfig(**SHAPE), varlen.NAME)
     with pytest.raises(ConfigError, match="DogeAttention computes a mask of its own"):
         model(input_ids=torch.randint(3, 64, (1, 9)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_right_padded_rows_need_no_mask(name):
-    ours, eager = build(CONFIGS[name], attention.NAME), build(CONFIGS[name], "eager")
+    ours, eager = build(CONFIGS[name], varlen.NAME), build(CONFIGS[name], "eager")
     ids = torch.randint(3, 64, (2, 20))
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0
@@ -72,7 +72,7 @@ def test_right_padded_rows_need_no_mask(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_does_not_leak_between_packed_sequences(name):
-    model = build(CONFIGS[name], attention.NAME)
+    model = build(CONFIGS[name], varlen.NAME)
     lengths = [11, 5, 9]
     rows = [torch.randint(3, 64, (1, n)) for n in lengths]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -83,7 +83,7 @@ def test_attention_does_not_leak_between_packed_sequences(name):
 
 
 def test_packed_gradients_equal_those_of_the_rows_alone():
-    model = build(CONFIGS["llama"], attention.NAME)
+    model = build(CONFIGS["llama"], varlen.NAME)
     lengths = [6, 10]
     rows = [torch.randint(3, 64, (1, n)) for n in lengths]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -106,15 +106,15 @@ def test_repeated_heads_give_what_grouped_ones_give(monkeypatch, capability, len
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
     def attend():
-        out, _ = attention.varlen_sdpa(None, *inputs, None, sequence_lengths=lengths)
+        out, _ = varlen.varlen_sdpa(None, *inputs, None, sequence_lengths=lengths)
         return out, torch.autograd.grad(out.pow(2).sum(), inputs)
 
     out, gradients = attend()
     calls = []
-    kernel = attention.scaled_dot_product_attention
-    monkeypatch.setattr(attention, "device_capability", lambda device: capability)
+    kernel = varlen.scaled_dot_product_attention
+    monkeypatch.setattr(varlen, "device_capability", lambda device: capability)
     monkeypatch.setattr(
-        attention,
+        varlen,
         "scaled_dot_product_attention",
         lambda *args, **options: (
             calls.append((args[1].shape[1], options["enable_gqa"])) or kernel(*args, **options)
@@ -130,12 +130,12 @@ def test_repeated_heads_give_what_grouped_ones_give(monkeypatch, capability, len
 
 def test_flash_attention_takes_groups_in_16_bit_and_under_autocast(monkeypatch):
     query = torch.empty(1, 4, 8, 16)
-    monkeypatch.setattr(attention, "device_capability", lambda device: (8, 0))
-    assert attention._supports_groups(query.bfloat16(), 0.0) and not attention._supports_groups(query, 0.0)
+    monkeypatch.setattr(varlen, "device_capability", lambda device: (8, 0))
+    assert varlen._supports_groups(query.bfloat16(), 0.0) and not varlen._supports_groups(query, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention._supports_groups(query, 0.0)
-        monkeypatch.setattr(attention, "device_capability", lambda device: (7, 5))
-        assert not attention._supports_groups(query, 0.0)
+        assert varlen._supports_groups(query, 0.0)
+        monkeypatch.setattr(varlen, "device_capability", lambda device: (7, 5))
+        assert not varlen._supports_groups(query, 0.0)
 
 
 def test_the_kernel_of_cudnn_is_off():
@@ -143,7 +143,7 @@ def test_the_kernel_of_cudnn_is_off():
     with without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() is before
-    attention.register()
+    varlen.register()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -161,9 +161,7 @@ def kernel_for_joined_sequences(query, key, value, offsets, key_offsets, longest
     for start, stop in itertools.pairwise(offsets.tolist()):
         q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
         window = None if before == -1 else before + 1
-        outs.append(
-            attention._attend(q, k, v, window, dropout_p=0.0, scale=options["scale"])[0].transpose(0, 1)
-        )
+        outs.append(varlen._attend(q, k, v, window, dropout_p=0.0, scale=options["scale"])[0].transpose(0, 1))
     return torch.cat(outs)
 
 
@@ -176,7 +174,7 @@ def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypat
     options = dict(scaling=scale, sliding_window=window, sequence_lengths=[7, 12, 1])
 
     def attend():
-        out, _ = attention.varlen_sdpa(None, *inputs, None, **options)
+        out, _ = varlen.varlen_sdpa(None, *inputs, None, **options)
         return out, torch.autograd.grad(out.float().pow(2).sum(), inputs)
 
     out, gradients = attend()
@@ -186,9 +184,9 @@ def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypat
         calls.append(settings)
         return kernel_for_joined_sequences(*args, **settings)
 
-    attention.offsets_of.cache_clear()
-    monkeypatch.setattr(attention, "device_capability", lambda device: (9, 0) if not calls else None)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    varlen.offsets_of.cache_clear()
+    monkeypatch.setattr(varlen, "device_capability", lambda device: (9, 0) if not calls else None)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     again, gradients_again = attend()
     assert len(calls) == 1 and again.shape == out.shape == (1, 20, 4, 8)
     torch.testing.assert_close(out, again)
@@ -208,4 +206,4 @@ def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypat
     ],
 )
 def test_one_call_serves_joined_sequences_where_flash_runs(capability, dtype, head_dim, dropout, supported):
-    assert attention.JOINED.takes(capability, dtype, head_dim, dropout=dropout) == supported
+    assert varlen.JOINED.takes(capability, dtype, head_dim, dropout=dropout) == supported

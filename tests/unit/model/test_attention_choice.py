@@ -22,9 +22,9 @@ from transformers.utils import import_utils
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.model import attention
-from sft_play.model.attention_choice import choose_attention, why_rows_mix
-from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.attention import varlen
+from sft_play.model.attention.choice import choose_attention, why_rows_mix
+from sft_play.model.attention.table import ATTENTIONS
 from sft_play.planning.candidates.sequence import why_padded
 from sft_play.reasons.method import Padded
 
@@ -35,9 +35,9 @@ def test_the_table_has_a_row_for_each_value_of_the_setting():
 
 
 def test_attention_is_chosen_by_what_the_model_can():
-    assert choose_attention("auto", LlamaConfig(), "cpu") == attention.NAME
+    assert choose_attention("auto", LlamaConfig(), "cpu") == varlen.NAME
     assert choose_attention("auto", Gemma2Config(), "cpu") == "eager"  # soft-capped scores
-    assert choose_attention("auto", GptOssConfig(), "cpu") == attention.NAME  # sinks
+    assert choose_attention("auto", GptOssConfig(), "cpu") == varlen.NAME  # sinks
     for config in (FalconConfig(), DeepseekV32Config(), Llama4TextConfig(), DogeConfig()):
         assert choose_attention("auto", config, "cpu") == "sdpa"  # masks or classes of their own
     assert choose_attention("sdpa", LlamaConfig(), "cpu") == "sdpa"
@@ -55,7 +55,7 @@ def packages(monkeypatch):
 @pytest.mark.usefixtures("packages")
 def test_a_package_is_taken_only_for_attention_that_ours_does_not_compute(monkeypatch):
     for capability in ((8, 0), (9, 0), (12, 0)):
-        assert choose_attention("auto", LlamaConfig(), "cuda", capability) == attention.NAME
+        assert choose_attention("auto", LlamaConfig(), "cuda", capability) == varlen.NAME
     capped = Gemma2Config(attention_dropout=0.0)
     assert choose_attention("auto", capped, "cuda", (9, 0)) == "flash_attention_3"  # made for Hopper
     assert choose_attention("auto", capped, "cuda", (8, 0)) == "flash_attention_2"
@@ -128,7 +128,7 @@ def test_a_library_that_no_longer_says_what_its_models_can_is_named(monkeypatch)
         choose_attention("auto", LlamaConfig(), "cpu")
 
 
-@pytest.mark.parametrize(("asked", "config"), [(attention.NAME, FalconConfig()), ("sdpa", GptOssConfig())])
+@pytest.mark.parametrize(("asked", "config"), [(varlen.NAME, FalconConfig()), ("sdpa", GptOssConfig())])
 def test_attention_that_the_architecture_lacks_is_refused(asked, config):
     with pytest.raises(
         ConfigError, match=f"model.attention={asked}: .* does not support it; allowed .* auto"
@@ -158,10 +158,10 @@ def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
 
 
 def test_rows_of_gpt_oss_can_be_packed():
-    assert why_padded(True, "auto", why_rows_mix(GptOssConfig()), attention.NAME) is None
-    assert why_padded(False, "auto", why_rows_mix(GptOssConfig()), attention.NAME) is None
+    assert why_padded(True, "auto", why_rows_mix(GptOssConfig()), varlen.NAME) is None
+    assert why_padded(False, "auto", why_rows_mix(GptOssConfig()), varlen.NAME) is None
 
 
 def test_rows_are_padded_where_the_config_or_the_attention_says_so():
-    assert why_padded(False, False, why_rows_mix(LlamaConfig()), attention.NAME) == Padded("config")
+    assert why_padded(False, False, why_rows_mix(LlamaConfig()), varlen.NAME) == Padded("config")
     assert why_padded(False, "auto", why_rows_mix(LlamaConfig()), "eager") == Padded("attention", "eager")

@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.base_files import keep_base_files, require_same_base
 from sft_play.model.build import load_base
-from sft_play.model.files import INDEX
+from sft_play.model.weights.base_files import keep_base_files, require_same_base
+from sft_play.model.weights.files import INDEX
 from sft_play.runlog import RunDir
 from sft_play.units import MIB
 from tests.unit.test_manifest import flip_bit

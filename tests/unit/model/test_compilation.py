@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.context import spec_of
 from benchmarks.sizing import build
 from benchmarks.small_models import WIDE, small_config
-from sft_play.model import attention_operator, compilation, float8
-from sft_play.model.compilation import compile_layers
-from sft_play.model.loss_head import add_loss_head, score_batch, token_loss
-from sft_play.model.recomputation import recompute
+from sft_play.model.attention import operator
+from sft_play.model.layers import compilation, float8
+from sft_play.model.layers.compilation import compile_layers
+from sft_play.model.layers.loss_head import add_loss_head, score_batch, token_loss
+from sft_play.model.layers.recomputation import recompute
 from sft_play.parts import RECOMPUTED
-from sft_play.sizing.trace import prepare_for_training, trained_parameters
+from sft_play.sizing.trace.trace import prepare_for_training, trained_parameters
 from sft_play.upstream.torch import compiling_layers
 from tests.packages import needs_torchao
 
@@ -136,17 +137,17 @@ def test_so_does_the_operator_of_gpus(tmp_path, monkeypatch):
         lengths = offsets.diff().tolist()
         assert longest == max(2, *lengths) and causal == (window[0] < 0)
         tensors = query, key, value, offsets
-        out, sums = attention_operator._on_cpu(*tensors, None if causal else window[0] + 1, scale)
+        out, sums = operator._on_cpu(*tensors, None if causal else window[0] + 1, scale)
         return out, sums, torch.zeros(2, dtype=torch.uint64)
 
     def backward(grad, query, key, value, out, sums, offsets, _, __, ___, causal, ____, scale, window):
         tensors = grad, query, key, value, out, sums, offsets
-        return attention_operator._gradients_on_cpu(*tensors, None if causal else window[0] + 1, scale)
+        return operator._gradients_on_cpu(*tensors, None if causal else window[0] + 1, scale)
 
     varlen._varlen_attn.register_kernel("cpu", forward)
     varlen._varlen_attn_backward.register_kernel("cpu", backward)
-    monkeypatch.setattr(attention_operator, "on_cpu", lambda tensor: False)
-    monkeypatch.setattr(attention_operator, "takes_one_call", lambda *about: True)
+    monkeypatch.setattr(operator, "on_cpu", lambda tensor: False)
+    monkeypatch.setattr(operator, "takes_one_call", lambda *about: True)
     assert tried(saved(tmp_path, "mistral", sliding_window=9), "full", "some") == 1
 
 

@@ -7,10 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, set_seed
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
-from sft_play.model import decomposition
-from sft_play.model.adapters import attach_adapter
-from sft_play.model.architecture import empty_model
-from sft_play.model.decomposition import save_trained
+from sft_play.model.adapters import decomposition
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.adapters.decomposition import save_trained
+from sft_play.model.architecture.shape import empty_model
 from tests.rounding import assert_same_tensor, forward_terms, summed
 
 IDS = torch.arange(7, 39)[None]

@@ -4,7 +4,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from sft_play.export.architecture import FAMILIES as GGUF
-from sft_play.model.families import FAMILIES, PLAIN, Family, family_of
+from sft_play.model.architecture.families import FAMILIES, PLAIN, Family, family_of
 
 
 def test_each_row_is_of_a_family_that_transformers_knows():

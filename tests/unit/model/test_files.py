@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model import files
-from sft_play.model.base_files import base_files
 from sft_play.model.build import load_base
-from sft_play.model.files import (
+from sft_play.model.load import published_dtype
+from sft_play.model.weights import files
+from sft_play.model.weights.base_files import base_files
+from sft_play.model.weights.files import (
     INDEX,
     compare_with_index,
     files_digest,
@@ -24,7 +25,6 @@ from sft_play.model.files import (
     stored_types,
     weight_files,
 )
-from sft_play.model.load import published_dtype
 
 COMMIT = "c" * 40
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.small_models import WIDE, small_config
 from sft_play.choices.kernels import FLOAT8
 from sft_play.errors import ConfigError
-from sft_play.model import float8
+from sft_play.model.layers import float8
 from tests.packages import needs_torchao
 
 SIZES = WIDE | {

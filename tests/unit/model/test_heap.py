@@ -9,7 +9,7 @@ import pytest
 BLOCKS, MICRO_BATCHES = 60, 3
 CODE = f"""
 import resource, torch
-from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.layers.cpu import keep_freed_memory
 keep_freed_memory()
 def micro_batch():
     kept = [torch.ones(1 << 20) for _ in range({BLOCKS})]  # blocks of 4 MiB

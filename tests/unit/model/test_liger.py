@@ -12,10 +12,10 @@ from benchmarks.random_models import random_base
 from benchmarks.small_models import TALL, small_config
 from sft_play.choices.kernels import LIGER
 from sft_play.errors import ConfigError
-from sft_play.model import layer_forward, liger
 from sft_play.model.build import build_model
-from sft_play.sizing.model_facts import module_facts
-from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.model.layers import liger, own_passes
+from sft_play.sizing.facts.model_facts import module_facts
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.upstream.patching import patched
 from tests.jobs import make_job
 from tests.plans import plan_with
@@ -66,9 +66,7 @@ def test_norms_are_ours(size, dtype):
     inputs = norm_inputs(size, dtype)
     with interpreted():
         theirs = outcome(lambda x, weight: liger.norm(x, weight, 1e-6), inputs)
-    assert_near(
-        theirs, outcome(lambda x, weight: layer_forward.RMSNorm.apply(x, weight, 1e-6), inputs), dtype
-    )
+    assert_near(theirs, outcome(lambda x, weight: own_passes.RMSNorm.apply(x, weight, 1e-6), inputs), dtype)
 
 
 @needs_triton
@@ -100,7 +98,7 @@ def test_rotations_are_ours(size, dtype):
 
     with interpreted():
         theirs = outcome(rotation(liger.rotated), heads)
-    assert_near(theirs, outcome(rotation(layer_forward.rotated), heads), dtype)
+    assert_near(theirs, outcome(rotation(own_passes.rotated), heads), dtype)
 
 
 @needs_triton

@@ -17,14 +17,14 @@ from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
-from sft_play.model.architecture import without_weights
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.architecture.shape import without_weights
+from sft_play.model.attention import varlen
 from sft_play.model.build import freeze_what_gets_no_gradient, load_base
-from sft_play.model.cpu import keep_differentiable
+from sft_play.model.layers.cpu import keep_differentiable
 from sft_play.model.load import hub_arguments, load_model_config, load_tokenizer, not_loadable
-from sft_play.sizing.fake import skeleton
 from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace.fake_model import skeleton
 from tests.rounding import assert_same_tensor, step_terms, summed
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def base(folder, quantize=False):
     return load_base(
         ModelConfig(name=str(folder)),
         dtype="float32",
-        attn_implementation=attention.NAME,
+        attn_implementation=varlen.NAME,
         device=CPU,
         quantize=quantize,
     )

@@ -19,9 +19,9 @@ from transformers import (
 from benchmarks.miniatures import miniature
 from sft_play.commands.merge import merge
 from sft_play.config.schema import ModelConfig, RunConfig
-from sft_play.model.adapters import attach_adapter, load_adapter
+from sft_play.model.adapters.attach import attach_adapter, load_adapter
+from sft_play.model.adapters.decomposition import save_trained
 from sft_play.model.build import load_base
-from sft_play.model.decomposition import save_trained
 from sft_play.model.load import new_tokens
 from sft_play.runlog import RunDir
 from tests.conftest import VOCABULARY

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalL
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
+from sft_play.model.adapters.attach import attach_adapter, load_adapter, require_fitting
 from sft_play.model.build import load_base
 from sft_play.model.load import empty_base, load_model_config, load_tokenizer, new_tokens
 from tests.conftest import VOCABULARY

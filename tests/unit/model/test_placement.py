@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DoesNotFitError
-from sft_play.model.adapters import load_adapter
+from sft_play.model.adapters.attach import load_adapter
 from sft_play.model.build import load_base
-from sft_play.model.layer_forward import replace_forwards
+from sft_play.model.layers.loss_head import add_loss_head, score_batch
+from sft_play.model.layers.own_passes import replace_forwards
 from sft_play.model.load import empty_base
-from sft_play.model.loss_head import add_loss_head, score_batch
 from sft_play.model.placement import SPREAD, compute_head_in_ram, place, spread_text, weight_bytes
 from sft_play.units import GIB
 from tests.unit.finished_run import random_run

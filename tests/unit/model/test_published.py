@@ -7,9 +7,9 @@ import yaml
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.architecture import empty_model
+from sft_play.model.architecture.published import MODELS_FILE, hub_name, published_models
+from sft_play.model.architecture.shape import empty_model
 from sft_play.model.load import planning_config
-from sft_play.model.published import MODELS_FILE, hub_name, published_models
 
 FILE = yaml.safe_load(MODELS_FILE.read_text())
 ENTRIES = {entry["name"]: entry for entry in FILE["models"]}

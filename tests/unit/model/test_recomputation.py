@@ -11,12 +11,12 @@ import torch
 from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.model import inputs_in_ram, recomputation
-from sft_play.model.architecture import decoder_layers
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.architecture.shape import decoder_layers
+from sft_play.model.layers import inputs_in_ram, recomputation
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.parts import RECOMPUTED, Activations
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.trace import forward, make_batch
+from sft_play.sizing.trace.trace import forward, make_batch
 
 KEPT = Activations()
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}

@@ -11,11 +11,11 @@ from sft_play.config.schema import ModelConfig
 from sft_play.data.length import length_limit
 from sft_play.errors import ConfigError
 from sft_play.export.architecture import gguf_family
+from sft_play.model.architecture.rope import with_rope_scaling
 from sft_play.model.build import load_base, load_for_inference
 from sft_play.model.load import load_model_config, load_tokenizer, planning_config, position_limit
-from sft_play.model.rope import with_rope_scaling
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from tests.unit.export.folders import CONFIGS
 from tests.unit.finished_run import FinishedRun, random_run
 

@@ -6,15 +6,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
-from sft_play.model.collators import joined_micro_batches
-from sft_play.model.sequence_parallel import (
+from sft_play.model.attention.sequence_parallel import (
     KEY,
     Part,
     divided_micro_batches,
     part_of_group,
     repeated_heads,
 )
-from sft_play.sizing.sharded import silent_group
+from sft_play.model.collators import joined_micro_batches
+from sft_play.sizing.trace.sharded import silent_group
 
 ROWS = Dataset.from_list(
     [

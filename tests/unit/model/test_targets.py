@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.miniatures import INNER, miniature
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
-from sft_play.model.adapters import attach_adapter
-from sft_play.model.targets import auto_targets
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.adapters.targets import auto_targets
 from tests.rounding import assert_same_tensor, forward_terms, summed
 
 SAVED = "adapter_model.safetensors"

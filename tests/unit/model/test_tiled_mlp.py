@@ -9,12 +9,12 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import NAMES, WIDE, small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.model import tiled_mlp
-from sft_play.model.architecture import decoder_layers, empty_model
-from sft_play.model.loss_head import add_loss_head
-from sft_play.model.tiled_mlp import mlps_of, tile_mlps
+from sft_play.model.architecture.shape import decoder_layers, empty_model
+from sft_play.model.layers import tiled_mlp
+from sft_play.model.layers.loss_head import add_loss_head
+from sft_play.model.layers.tiled_mlp import mlps_of, tile_mlps
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.trace import forward, make_batch, prepare_for_training
+from sft_play.sizing.trace.trace import forward, make_batch, prepare_for_training
 
 SMALL = WIDE | {"layers": 2, "vocabulary": 300}
 MIXTURES = ("mixtral", "qwen3_moe")

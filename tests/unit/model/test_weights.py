@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sft_play.model.weights import first_not_finite
+from sft_play.model.weights.finished import first_not_finite
 
 
 def named(*tensors):

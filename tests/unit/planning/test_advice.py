@@ -18,7 +18,7 @@ from sft_play.planning.answers.advice import Change, advise, as_overrides, plan_
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import BY_MAKE
 from sft_play.units import GIB, format_bytes
 

@@ -12,8 +12,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.clock import plan_clock, step_seconds, with_range
 from sft_play.planning.speed.profile import MicroBatch, derived_from_data_sheet
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import shared_traces
+from sft_play.sizing.estimate.estimator import shared_traces
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import PaddedRows
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN

@@ -15,7 +15,7 @@ from sft_play.planning.candidates.compiled import require_compiler
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 
 ROWS = DataFacts.full_rows(64, 0)
 

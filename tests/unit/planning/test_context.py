@@ -12,8 +12,8 @@ from sft_play.planning.answers.context import GRAIN, LongestRow, longest_multipl
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import shared_traces
+from sft_play.sizing.estimate.estimator import shared_traces
+from sft_play.sizing.facts.architecture import Architecture
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.model import load as model_load
 from sft_play.planning.rows.facts import DataFacts, data_facts
-from sft_play.sizing.architecture import planning_architecture
+from sft_play.sizing.facts.architecture import planning_architecture
 
 
 @pytest.fixture

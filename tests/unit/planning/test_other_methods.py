@@ -11,8 +11,8 @@ from sft_play.planning.allowed import candidates
 from sft_play.planning.answers import other_methods as answers
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate.estimator import Traces
+from sft_play.sizing.facts.architecture import Architecture
 from tests.unit.planning.test_advice import request
 
 DEEP = WIDE | dict(hidden=1024, inner=4096, heads=8, groups=8, head_dim=128, layers=36)

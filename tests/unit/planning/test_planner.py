@@ -26,10 +26,16 @@ from sft_play.planning.speed.devices import Collectives, profile_of, write_colle
 from sft_play.planning.speed.measured_speed import Timing, speed_path, write_times
 from sft_play.planning.speed.profile import Curve
 from sft_play.report.plan import plan_report
-from sft_play.sizing import memory
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.budget import guard
-from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
+from sft_play.sizing.estimate import memory
+from sft_play.sizing.estimate.budget import guard
+from sft_play.sizing.estimate.corrections import (
+    ProbeResult,
+    record_path,
+    write_overhead,
+    write_ran_out,
+    write_record,
+)
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
 from tests.plans import plan_with

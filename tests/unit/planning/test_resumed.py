@@ -13,8 +13,8 @@ from sft_play.planning.budget import training_device
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.corrections import record_path, write_ran_out
+from sft_play.sizing.estimate.corrections import record_path, write_ran_out
+from sft_play.sizing.facts.architecture import Architecture
 from tests.plans import plan_with
 
 LLAMA = Architecture.of(

@@ -14,8 +14,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.clock import sent_bytes, sequence_messages
 from sft_play.reasons.choices import EffectiveBatch
-from sft_play.sizing.architecture import Architecture
-from sft_play.sizing.estimator import shared_traces
+from sft_play.sizing.estimate.estimator import shared_traces
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from tests.plans import plan_with
 

@@ -15,7 +15,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.choice import choose_plan
 from sft_play.reasons.choices import Tiles
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.units import GIB
 from tests.unit.planning.test_choice import GPU, clock, config
 

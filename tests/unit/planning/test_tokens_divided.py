@@ -21,7 +21,7 @@ from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 

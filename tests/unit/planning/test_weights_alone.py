@@ -10,7 +10,7 @@ from sft_play.planning.candidates.drafts import leanest
 from sft_play.planning.candidates.weights_alone import not_too_large
 from sft_play.planning.request import Request
 from sft_play.reasons.choices import WeightsAlone
-from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.facts.architecture import Architecture
 from tests.unit.planning.test_planner import FACTS
 
 MODEL = Architecture.of(small_config("llama", WIDE))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from sft_play.report.memory import probe_line
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.estimate.corrections import ProbeResult
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 

@@ -6,9 +6,9 @@ from transformers import PretrainedConfig
 
 from benchmarks.cpu_meter import measure_step
 from benchmarks.random_models import random_base
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
-from sft_play.sizing.estimator import Traces
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.attention import varlen
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import StepSpec
 
 
@@ -17,7 +17,7 @@ def require_predicted(config: PretrainedConfig, spec: StepSpec) -> None:
     model = random_base(
         config,
         dtype="float32",
-        attn_implementation=attention.NAME,
+        attn_implementation=varlen.NAME,
         device=torch.device("cpu"),
         quantize=spec.mode == "qlora",
     )

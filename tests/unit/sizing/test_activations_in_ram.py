@@ -7,11 +7,11 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing.budget import GIB, device_budget, host_budget
-from sft_play.sizing.estimator import Traces
-from sft_play.sizing.memory import SizedStep, estimate
+from sft_play.sizing.estimate.budget import GIB, device_budget, host_budget
+from sft_play.sizing.estimate.estimator import Traces
+from sft_play.sizing.estimate.memory import SizedStep, estimate
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.work import TRANSFER
 
 LLAMA = small_config("llama", WIDE | {"layers": 6, "vocabulary": 300})

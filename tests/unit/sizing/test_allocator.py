@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sft_play.sizing.allocator import EMPTY_CACHE, replay
+from sft_play.sizing.estimate.allocator import EMPTY_CACHE, replay
 from sft_play.units import MIB
 
 

@@ -10,18 +10,18 @@ from sft_play.cache import recall
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import load
-from sft_play.sizing import questions
-from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
-from sft_play.sizing.model_facts import model_facts, module_facts
+from sft_play.sizing.facts import step_facts
+from sft_play.sizing.facts.architecture import Architecture, planning_architecture, text_of
+from sft_play.sizing.facts.model_facts import model_facts, module_facts
 from sft_play.sizing.step import JoinedRows, StepSpec
 
 ASKED = [
     (model_facts,),
     (module_facts,),
-    (questions.attention, "auto", "cuda", (8, 0), "bfloat16"),
-    (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
-    (questions.attention_kernel, StepSpec(mode="lora")),
-    (questions.trained_besides, 2, ("embed_tokens",)),
+    (step_facts.attention, "auto", "cuda", (8, 0), "bfloat16"),
+    (step_facts.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
+    (step_facts.attention_kernel, StepSpec(mode="lora")),
+    (step_facts.trained_besides, 2, ("embed_tokens",)),
 ]
 
 
@@ -45,9 +45,9 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     again = Architecture(text_of(config), refuse)
     assert [again.ask(*asked) for asked in ASKED] == first
     for other in (
-        (questions.attention, "auto", "cuda", (7, 5), "float16"),
-        (questions.trained_besides, 3, ("embed_tokens",)),
-        (questions.attention_kernel, StepSpec(mode="full")),
+        (step_facts.attention, "auto", "cuda", (7, 5), "float16"),
+        (step_facts.trained_besides, 3, ("embed_tokens",)),
+        (step_facts.attention_kernel, StepSpec(mode="full")),
     ):
         with pytest.raises(AssertionError, match="loaded"):
             again.ask(*other)
@@ -62,12 +62,12 @@ def test_another_architecture_is_asked_anew():
 
 
 def test_facts_of_the_config_are_known_without_its_modules(monkeypatch):
-    monkeypatch.setattr("sft_play.model.architecture.empty_model", refuse)
+    monkeypatch.setattr("sft_play.model.architecture.shape.empty_model", refuse)
     assert Architecture.of(small_config("llama", WIDE)).facts.position_limit
 
 
 def test_an_error_is_not_kept():
-    named = (questions.trained_besides, 0, ("none",))
+    named = (step_facts.trained_besides, 0, ("none",))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no module of LlamaForCausalLM is named 'none'"):
             Architecture.of(small_config("llama", WIDE)).ask(*named)

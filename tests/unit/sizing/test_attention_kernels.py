@@ -14,11 +14,11 @@ from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.catalogue import SPECS_FILE, find_specs
-from sft_play.model import attention_table
-from sft_play.model.attention import type_name
-from sft_play.model.attention_table import EFFICIENT, FLASH, fused_kernel, same_kernels
+from sft_play.model.attention import table
+from sft_play.model.attention.table import EFFICIENT, FLASH, fused_kernel, same_kernels
+from sft_play.model.attention.varlen import type_name
 from sft_play.reasons.method import AttentionKernel
-from sft_play.sizing.attention_kernels import (
+from sft_play.sizing.kernels.attention import (
     FusedAttention,
     _call_of,
     attention_kernel,
@@ -26,9 +26,9 @@ from sft_play.sizing.attention_kernels import (
     takes_one_call,
     varlen_attention,
 )
-from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
+from sft_play.sizing.kernels.simulation import SymbolicRecorder, simulate_cuda
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 
 T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -204,7 +204,7 @@ def test_gpus_that_share_a_trace_run_the_same_kernels_with_the_same_workspace(ca
                 asked = {"head_dim": head_dim, "grouped": grouped, "masked": masked, "dropout": dropout}
                 assert choose(capability, dtype, **asked) == choose(shared, dtype, **asked)
             name = type_name(dtype)
-            joined = attention_table.JOINED
+            joined = table.JOINED
             assert joined.takes(capability, name, head_dim) == joined.takes(shared, name, head_dim)
 
 

@@ -19,8 +19,8 @@ from benchmarks.sizing import predict as predict_small
 from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
 from sft_play.choices.kernels import COMPILED
-from sft_play.sizing import budget
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate import budget
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.units import GIB, MIB
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

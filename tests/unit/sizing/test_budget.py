@@ -2,7 +2,7 @@
 
 import pytest
 
-from sft_play.sizing import budget
+from sft_play.sizing.estimate import budget
 from sft_play.units import GIB, MIB
 
 

@@ -14,10 +14,10 @@ from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing.head_tiles import few_tiles
-from sft_play.sizing.kernels import SymbolicRecorder
+from sft_play.sizing.kernels.head_tiles import few_tiles
+from sft_play.sizing.kernels.simulation import SymbolicRecorder
 from sft_play.sizing.step import PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import TERMS, StepTrace
 
 ROWS, ROW_TOKENS, RANK = 2, 128, 8
@@ -142,7 +142,7 @@ def head_peaks(tokens, hidden, vocabulary, *, trained, whole) -> tuple[int, int]
     """Peaks of the forward and the backward of an output head in bf16, above its inputs."""
     from trl.kernels import ChunkedLogProbFunction
 
-    from sft_play.sizing.kernels import simulate_cuda
+    from sft_play.sizing.kernels.simulation import simulate_cuda
 
     with FakeTensorMode(), simulate_cuda(tokens, (8, 0), windows=False):
         recorder = SymbolicRecorder(cuda=True, supervised=tokens, eval_supervised=tokens)
@@ -191,7 +191,7 @@ def test_the_tiled_head_costs_one_tile_and_its_gradients(trained, tokens):
 @pytest.mark.parametrize("tokens", [256, 512, 700, 768, 1290])
 def test_the_head_of_a_cpu_is_as_all_of_its_tiles(tokens):
     """Autocast keeps a cast of each tile until the head ends, and the last tile may be smaller."""
-    from sft_play.model.cpu import TiledLogProbs
+    from sft_play.model.layers.cpu import TiledLogProbs
 
     def peak_of_head(*, few: bool) -> int:
         with FakeTensorMode():

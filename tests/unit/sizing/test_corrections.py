@@ -5,8 +5,9 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
 from sft_play.reasons.evidence import Corrected, RanOutBefore
-from sft_play.sizing import corrections, step
-from sft_play.sizing.corrections import (
+from sft_play.sizing import step
+from sft_play.sizing.estimate import corrections
+from sft_play.sizing.estimate.corrections import (
     ProbeResult,
     RanOut,
     Record,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.sizing.cpu_meter import MEMORY, allocator_events
-from sft_play.sizing.kernels import SymbolicRecorder
+from sft_play.sizing.kernels.simulation import SymbolicRecorder
+from sft_play.sizing.meters.cpu import MEMORY, allocator_events
 
 ROWS, WIDTH, OUT = 96, 256, 640
 

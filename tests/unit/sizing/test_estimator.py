@@ -7,11 +7,12 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.sizing import estimator as sizing_estimator
-from sft_play.sizing import step, trace
-from sft_play.sizing.budget import device_budget
-from sft_play.sizing.estimator import estimator, is_sampled
+from sft_play.sizing import step
+from sft_play.sizing.estimate import estimator as sizing_estimator
+from sft_play.sizing.estimate.budget import device_budget
+from sft_play.sizing.estimate.estimator import estimator, is_sampled
 from sft_play.sizing.step import SHARES
+from sft_play.sizing.trace import trace
 from sft_play.units import GIB
 from tests.plans import plan_of, plan_with
 

@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing import fake_results
-from sft_play.sizing.fake_results import KeepingFakeMode
+from sft_play.sizing.recording import fake_results
+from sft_play.sizing.recording.fake_results import KeepingFakeMode
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 
 GPU = {"dtype": "bfloat16", "mixed_precision": "bf16", "device": "cuda"}
 JOINED = {"batch": JoinedRows(192), "longest": 64}

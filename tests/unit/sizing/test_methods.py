@@ -16,7 +16,7 @@ from sft_play.choices.optimizers import OPTIMIZERS, PAGED_FROM, make_optimizer, 
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.extras import install_command
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 
 SCHEDULE_FREE = "schedule_free_adamw"
 INSTALLED = [name for name in OPTIMIZERS if name != SCHEDULE_FREE or find_spec("schedulefree")]

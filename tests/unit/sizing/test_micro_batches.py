@@ -10,10 +10,10 @@ import torch
 from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
-from sft_play.sizing.estimator import Traces, steps_of
-from sft_play.sizing.micro_batches import anywhere, front, heaviest, with_held
+from sft_play.sizing.estimate.estimator import Traces, steps_of
+from sft_play.sizing.estimate.micro_batches import anywhere, front, heaviest, with_held
 from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import StepTrace
 from tests.plans import plan_of, plan_with
 from tests.unit.sizing.handmade import TraceBuilder

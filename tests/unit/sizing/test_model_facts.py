@@ -4,9 +4,9 @@ import pytest
 from transformers import DbrxConfig, LlamaConfig, MixtralConfig
 
 from sft_play.errors import ConfigError
-from sft_play.model.architecture import empty_model
-from sft_play.model.families import FAMILIES, Family
-from sft_play.sizing.model_facts import model_facts, module_facts, require_packable
+from sft_play.model.architecture.families import FAMILIES, Family
+from sft_play.model.architecture.shape import empty_model
+from sft_play.sizing.facts.model_facts import model_facts, module_facts, require_packable
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -6,11 +6,11 @@ from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.registry import engine_of
-from sft_play.sizing.budget import GIB, device_budget, host_budget
-from sft_play.sizing.memory import SizedStep, estimate
+from sft_play.sizing.estimate.budget import GIB, device_budget, host_budget
+from sft_play.sizing.estimate.memory import SizedStep, estimate
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
-from sft_play.sizing.trace_files import load_trace, save_trace
+from sft_play.sizing.trace.files import load_trace, save_trace
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.work import IN_RAM, TRANSFER
 
 LLAMA = small_config("llama", WIDE | {"layers": 4, "vocabulary": 300})

@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings
-from sft_play.model.adapters import attach_adapter
-from sft_play.sizing.fake import trained_elements
+from sft_play.model.adapters.attach import attach_adapter
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.fake_model import trained_elements
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import WHOLE_MODEL, Buffer
 from sft_play.train.trainer import PlannedTrainer
 

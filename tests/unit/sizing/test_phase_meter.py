@@ -10,9 +10,9 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.shards import shard
-from sft_play.model.architecture import units_of
-from sft_play.sizing.cpu_meter import alive_bytes, storage_bytes
-from sft_play.sizing.phase_meter import PhaseMeter
+from sft_play.model.architecture.shape import units_of
+from sft_play.sizing.meters.cpu import alive_bytes, storage_bytes
+from sft_play.sizing.meters.phases import PhaseMeter
 from sft_play.sizing.step import StepSpec
 
 

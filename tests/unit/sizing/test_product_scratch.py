@@ -10,10 +10,11 @@ from transformers import LlamaConfig
 from benchmarks.steps import step_of
 from sft_play.config.schema import RunConfig
 from sft_play.planning.explain import scratch_reasons
-from sft_play.sizing import product_scratch, step
-from sft_play.sizing.product_scratch import MEASURED, Product, ScratchRule, rule_of
+from sft_play.sizing import step
+from sft_play.sizing.meters import product_scratch
+from sft_play.sizing.meters.product_scratch import MEASURED, Product, ScratchRule, rule_of
 from sft_play.sizing.step import JoinedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from tests.plans import plan_with
 from tests.unit.sizing.test_cpu_kernels import allocated, peak, recorded
 from tests.unit.train.plans import PLAN

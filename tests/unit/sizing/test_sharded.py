@@ -16,10 +16,10 @@ from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
-from sft_play.sizing.allocator import replay_steps
-from sft_play.sizing.sharded import silent_group
+from sft_play.sizing.estimate.allocator import replay_steps
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.sharded import silent_group
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import TERMS
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.plans import plan_of, plan_with

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing.estimator import Traces
+from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from sft_play.work import PRODUCT
 from tests.unit.sizing.real_step import require_predicted
 

@@ -17,13 +17,13 @@ from benchmarks.step_time import flop
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.attention import varlen
 from sft_play.model.build import load_base
-from sft_play.sizing.estimator import Traces
-from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.estimate.estimator import Traces
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace.trace import trace_step
 from tests.rounding import assert_same_tensor, summed
 from tests.unit.sizing.real_step import require_predicted
 
@@ -32,7 +32,7 @@ LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 5, "vocabulary": 300}
 
 
-def real_base(config, implementation=attention.NAME):
+def real_base(config, implementation=varlen.NAME):
     """As a run loads it, with random weights."""
     return random_base(
         config, dtype="float32", attn_implementation=implementation, device=CPU, quantize=False
@@ -126,7 +126,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
     model = load_base(
         ModelConfig(name=str(folder)),
         dtype="float32",
-        attn_implementation=attention.NAME,
+        attn_implementation=varlen.NAME,
         device=torch.device("cpu"),
         quantize=mode == "qlora",
     )
@@ -403,7 +403,7 @@ def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
     trace_step(small_config("llama", SMALL), on_gpu(mode="lora", activations="recompute"))
     query = torch.randn(1, 2, 8, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    out, _ = attention.varlen_sdpa(torch.nn.Module(), query, query, query, None)
+    out, _ = varlen.varlen_sdpa(torch.nn.Module(), query, query, query, None)
     assert_same_tensor(out.transpose(1, 2), expected, summed(16 + 8))  # heads of 16, 8 tokens
     assert not torch.is_autocast_enabled()
 

@@ -13,7 +13,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.choices.optimizers import EIGHT_BIT_FROM
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
-from sft_play.model.loss_head import TokenScore, score_batch
+from sft_play.model.layers.loss_head import TokenScore, score_batch
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY

@@ -8,8 +8,8 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 
 from sft_play.errors import ConfigError, LaunchError
-from sft_play.model import attention
-from sft_play.model.loss_head import add_loss_head
+from sft_play.model.attention import varlen
+from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.train.verify import check_causal, check_head, check_in_force, check_isolation, verify
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 def build():
-    attention.register()
+    varlen.register()
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG, attn_implementation=attention.NAME)
+    return AutoModelForCausalLM.from_config(CONFIG, attn_implementation=varlen.NAME)
 
 
 def test_packed_rows_that_are_kept_apart_pass():
