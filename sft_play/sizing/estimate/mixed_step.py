@@ -37,7 +37,10 @@ def mixed_step(recomputed: Step, kept: Step, apart: int) -> Step:
     is_kept = np.arange(len(born)) >= len(ours.source)
     own = np.isin(born, [numbers[place] for place in in_kept]) == is_kept  # whether the new step has it
     sizes = np.concatenate([step.sizes[step.timeline.source] for step in (recomputed, kept)])
-    twins = _twins(np.stack([born, death, sizes]), is_kept)
+    layer_of = np.array([layer for _, layer, _ in numbers])
+    leave = np.flatnonzero((death != NEVER) & ((born < 0) | (death != layer_of[born])))
+    twins = np.full(len(born), NONE)
+    twins[leave] = _twins(np.stack([born, death, sizes])[:, leave], is_kept[leave], leave)
 
     events = np.concatenate([ours.events, theirs.events])
     named = np.abs(events) - 1
@@ -113,8 +116,8 @@ def _ways(line: Timeline, visits: Mapping[Place, np.ndarray], numbers: Mapping[P
     return found
 
 
-def _twins(ways: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
-    """For each block the one of the other step with the same rank on its way, [blocks]; NONE or UNCLEAR."""
+def _twins(ways: np.ndarray, is_kept: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """For each of these blocks that of the other step with the same rank on its way; NONE or UNCLEAR."""
     _, way, total = np.unique(ways, axis=1, return_inverse=True, return_counts=True)
     way = way.reshape(-1)  # some versions of numpy return another shape
     of_kept = np.bincount(way, weights=is_kept)
@@ -122,5 +125,5 @@ def _twins(ways: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
     twins = np.where(alone[way], NONE, UNCLEAR)
     here, there = (np.flatnonzero(side & alike[way]) for side in (~is_kept, is_kept))
     here, there = (each[np.argsort(way[each], kind="stable")] for each in (here, there))  # the oldest first
-    twins[here], twins[there] = there, here
+    twins[here], twins[there] = blocks[there], blocks[here]
     return twins
