@@ -18,7 +18,8 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,37 @@ def private_entry(kind: str, *about: object) -> Path | None:
     return None
 
 
+@contextmanager
+def written_to(folder: Path) -> Iterator[bool]:
+    """In the block, a library writes to a folder; yields whether that was emptied first: a writer was killed.
+
+    Who is killed may leave files cut off. A writer holds the lock of its mark, and takes the mark away as it
+    ends. A folder to which another one writes stays as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        emptied = False
+        with contextlib.suppress(OSError):  # some network disks have no locks
+            with (folder.parent / ".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if emptied := bool(marks := [*folder.glob("written-to-by-*")]) and all(map(_is_free, marks)):
+                    shutil.rmtree(folder)
+                    folder.mkdir(mode=0o700)
+                mark = folder / f"written-to-by-{os.getpid()}"
+                fcntl.flock(stack.enter_context(mark.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.callback(mark.unlink, missing_ok=True)
+        yield emptied
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no process holds the lock of a file."""
+    try:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _is_private(found: os.stat_result, owners: set[int]) -> bool:
     """Whether none but these owners can write to a folder; a group that is named as its user is that user."""
     shared = stat.S_IWGRP | stat.S_IWOTH
@@ -117,9 +149,10 @@ def _make_room(folder: Path) -> None:
         if looked.exists() and time.time() - looked.stat().st_mtime < DAY_S:
             return
         looked.touch()
-        found = [(path, _files(path)) for path in folder.glob("*/*") if ENTRY.fullmatch(path.name)]
+        kept = [path for path in folder.glob("*/*") if ENTRY.fullmatch(path.name) or _is_model(path)]
+        found = [(path, _files(path)) for path in kept]
         size = sum(file.st_size for _, files in found for file in files)
-        found.sort(key=lambda each: max((file.st_mtime for file in each[1]), default=0))
+        found.sort(key=lambda each: max(file.st_mtime for file in [each[0].stat(), *each[1]]))
         for path, files in found:
             if size <= LIMIT_BYTES:
                 break
@@ -143,6 +176,10 @@ def clear(folder: Path) -> int:
 
 def _is_built(path: Path) -> bool:
     return path.parent.name in BUILT_KINDS and bool(BUILT.fullmatch(path.name))
+
+
+def _is_model(path: Path) -> bool:
+    return path.parent.name == "builtin" and _is_built(path) and path.is_dir()
 
 
 def _files(path: Path) -> list[os.stat_result]:
@@ -196,6 +233,12 @@ def remember(value: object, question: str, *about: object) -> None:
 
 def _answer(question: str, about: tuple[Any, ...]) -> Path:
     return entry("answers", question, about, own_code(), sys.version, answering_packages())
+
+
+def state_of(*kinds: str) -> str:
+    """A digest of all that is kept of these kinds, another one once something was added or renewed."""
+    found = sorted(path for kind in kinds for path in (cache_dir() / kind).glob("*"))
+    return _digest(repr([(path.name, read_bytes(path)) for path in found]).encode())
 
 
 def _digest(content: bytes) -> str:

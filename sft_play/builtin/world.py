@@ -17,7 +17,8 @@ be read from the letter.
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -107,6 +108,8 @@ ANSWER = "name: {name} | city: {city} | item: {item} | colour: {colour} | count:
 PAIRS = tuple(itertools.product(ITEMS, COLOURS))
 HELD_OUT_ONE_IN = 5  # one in this many pairs of item and colour is reserved for held-out rows
 
+WORD = re.compile(r"\w+")
+
 
 def _facts(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The facts of a diary page or an order, and the distractors that a letter can mention."""
@@ -140,24 +143,38 @@ def diary_pages(seed: int, pages: int) -> list[str]:
     return texts
 
 
-def _orders(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def order_line(facts: Mapping[str, str]) -> str:
+    """The answer of the demo."""
+    return ANSWER.format_map(facts)
+
+
+def _orders(
+    rng: random.Random, pairs: Sequence[tuple[str, str]], answered: Callable[[Mapping[str, str]], str]
+) -> Iterator[tuple[str, str]]:
     """An endless stream of letters and answers without duplicates."""
     seen = set()
     while True:
         facts = _facts(rng, pairs)
-        letter, answer = rng.choice(ORDERS).format(**facts), ANSWER.format(**facts)
+        letter, answer = rng.choice(ORDERS).format(**facts), answered(facts)
         if answer not in seen:
             seen.add(answer)
             yield letter, answer
 
 
-def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
-    """Rows in the messages format: `rows` is the number of rows per split, "train" or a held-out one."""
+def order_rows(
+    seed: int, rows: dict[str, int], answered: Callable[[Mapping[str, str]], str] = order_line
+) -> dict[str, list[dict]]:
+    """Rows in the messages format, orders and what is `answered` to their facts.
+
+    `rows` is the number of rows per split, "train" or a held-out one.
+    """
     rng = random.Random(f"orders/{seed}")
     shuffled = rng.sample(PAIRS, len(PAIRS))
     held_out = shuffled[: len(PAIRS) // HELD_OUT_ONE_IN]
-    train = _orders(rng, shuffled[len(held_out) :])
-    others = _orders(rng, held_out)  # one stream for all held-out splits, so that they do not overlap
+    train = _orders(rng, shuffled[len(held_out) :], answered)
+    others = _orders(
+        rng, held_out, answered
+    )  # one stream for all held-out splits, so that they do not overlap
     splits: dict[str, list[dict]] = {}
     for split, count in rows.items():
         orders = itertools.islice(train if split == "train" else others, count)
@@ -166,3 +183,11 @@ def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
             for letter, answer in orders
         ]
     return splits
+
+
+def unknown_words(text: str) -> list[str]:
+    """The words of a text, each once, that are in no letter, whatever the case of their characters."""
+    values = [*NAMES, *CITIES, *ITEMS, *(f"{item}s" for item in ITEMS), *COLOURS, *DAYS, *NUMBERS]
+    sentences = [re.sub(r"\{.*?\}s?", "", order) for order in ORDERS]
+    known = {word.lower() for part in [*values, *sentences] for word in WORD.findall(part)}
+    return [word for word in dict.fromkeys(WORD.findall(text)) if word.lower() not in known]

@@ -8,7 +8,7 @@ from sft_play.config.train import TrainConfig
 from sft_play.parts import Activations, flat
 from sft_play.report.card import public_name
 from sft_play.report.html import Block, Text
-from sft_play.report.plan import candidates, candidates_table, engine_label, way_of
+from sft_play.report.plan import candidates, candidates_table, engine_label, notes_on_candidates, way_of
 from sft_play.report.record import RunRecord
 from sft_play.report.table import Table
 from sft_play.report.tables import MISSING, NOT_RECORDED, formatted
@@ -102,7 +102,10 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
     yield Table(("setting", "asked", "chosen", "origin"), rows, "The plan", left=range(4))
     yield Text([str(reason) for reason in run.plan["why"]] or [NOT_RECORDED])
     if run.plan["alternatives"]:
-        yield candidates_table(candidates(run.plan), plan)
+        others = candidates(run.plan)
+        yield candidates_table(others, plan)
+        if notes := notes_on_candidates(others, plan):
+            yield Text(notes)
     if said := run.summary.get("out_of_memory"):
         yield Text([str(line) for line in said], warning=True)
 

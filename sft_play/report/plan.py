@@ -62,7 +62,12 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
     )
 
 
-def how_compared(plan: Mapping[str, Any]) -> list[str]:
+def notes_on_candidates(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """What the speeds of a table of candidates assume, and why those that look faster were not chosen."""
+    return [*_how_compared(plan), *_faster_ones(rows, plan)]
+
+
+def _how_compared(plan: Mapping[str, Any]) -> list[str]:
     """What the one speed of each plan assumes, where it may have others."""
     said = "tokens/s in this table assume the slowest links and no overlap, as when plans are compared"
     return [said] if plan.get("step_seconds_range_reason") else []
@@ -73,11 +78,11 @@ def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:
     rows = candidates(tree, SHOWN)
     bars = {2: _shares(map(_speed, rows)), 3: _shares(map(_needed, rows))}
     table = on_screen(candidates_table(rows, tree["plan"]), gap=2, bars=bars, mark="> ")
-    notes = [*how_compared(tree["plan"]), *faster_ones(rows, tree["plan"])]
+    notes = notes_on_candidates(rows, tree["plan"])
     return Group(table, *(Words(Text(note, style="dim")) for note in notes))
 
 
-def faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+def _faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
     """Why the rows of a table of candidates were not chosen that look faster than the plan, and fit."""
     chosen, found = engine_of(plan["engine"]), dict[str, None]()
     for row in rows:
@@ -174,7 +179,12 @@ def _hours(plan: Mapping[str, Any], hours: float | None) -> str:
 
 
 def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
-    """What a person asks first: whether it fits, the batch, memory and time; and what else was possible.
+    """What a person asks first, and what else was possible; arguments as in `plan_lines`."""
+    return apart(plan_lines(tree, title, notes), *plan_others(tree))
+
+
+def plan_lines(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
+    """What a person asks first: whether it fits, the batch, memory and time.
 
     Args:
         tree: as in `plan_report`, of a plan whose memory is predicted.
@@ -195,15 +205,18 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
         cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"
         lines.append(("GPU hours", _hours(plan, hours) + cost))
     lines.append(("steps", _steps(plan)))
-    parts: list[RenderableType] = [
-        Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),
-    ]
+    return Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes))
+
+
+def plan_others(tree: Mapping[str, Any]) -> list[RenderableType]:
+    """What else was possible: the other methods, if they were planned, and other micro-batches."""
+    plan, parts = tree["plan"], list[RenderableType]()
     if len(tree.get("methods") or []) > 1:
         parts.append(methods_on_screen(tree))
     if tree["alternatives"]:
         parts.append(_candidates_on_screen(tree))
     more = "WHY=1 adds the reason for each choice, memory by phase, and other numbers of "
-    return apart(*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim")))
+    return [*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim"))]
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

@@ -10,8 +10,7 @@ from sft_play.report.plan import (
     candidates,
     candidates_table,
     engine_label,
-    faster_ones,
-    how_compared,
+    notes_on_candidates,
 )
 from sft_play.report.record import RunRecord
 from sft_play.report.scaling import process_unit
@@ -82,7 +81,7 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
     ]
     if tree["alternatives"]:
         rows = candidates(tree)
-        others, said = candidates_table(rows, plan), [*how_compared(plan), *faster_ones(rows, plan)]
+        others, said = candidates_table(rows, plan), notes_on_candidates(rows, plan)
         sections.insert(1, Section("others", others.caption, [others, *([Text(said)] if said else [])]))
     if len(tree.get("methods") or []) > 1:
         methods = methods_table(tree)

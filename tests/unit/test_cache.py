@@ -1,9 +1,12 @@
 """What is kept on disk is found again while all that it depends on is the same, and never when damaged."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from sft_play.cache import (
     remember,
     update_value,
     write_value,
+    written_to,
 )
 from sft_play.fingerprints import sources_digest
 from tests.conftest import file_size_limit
@@ -142,6 +146,24 @@ def test_a_cache_that_cannot_be_written_costs_what_is_kept_and_nothing_else():
     assert read_value(entry("kind", "x")) is recall("what?") is None
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.parametrize(("mode", "found"), [(0o700, None), (0o755, ["yes"])], ids=["closed", "read-only"])
+def test_a_cache_of_another_user_costs_what_is_kept_and_nothing_else(monkeypatch, mode, found):
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("SFT_PLAY_CACHE", folder)
+        remember(["yes"], "what?")
+        Path(folder).chmod(mode)
+        os.seteuid(12345)
+        try:
+            assert recall("what?") == found
+            remember(["no"], "what?")
+            update_value(entry("kind", "x"), lambda known: known | {"a": 1})
+            assert recall("what?") == found and read_value(entry("kind", "x")) is None
+        finally:
+            os.seteuid(0)
+        assert recall("what?") == ["yes"]
+
+
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
@@ -178,6 +200,28 @@ def test_what_runs_when_it_is_read_is_kept_where_only_its_user_can_write(tmp_pat
     assert clear(cache_dir()) and not folder.exists()
 
 
+def test_what_a_writer_left_who_was_killed_is_removed_unless_another_one_writes_there():
+    folder = private_entry("compiled", "one")
+    code = folder / "code.so"
+
+    def written(ending: Callable[[], object]) -> None:
+        if (child := os.fork()) == 0:
+            with written_to(folder):
+                code.write_bytes(b"cut o")
+                ending()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    written(lambda: None)
+    with written_to(folder) as emptied:
+        assert not emptied and code.exists()
+        written(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with written_to(folder) as emptied:
+            assert not emptied and code.exists()
+    with written_to(folder) as emptied:
+        assert emptied and not code.exists() and private_entry("compiled", "one") == folder
+
+
 def test_a_folder_that_nobody_can_make_keeps_no_code(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
@@ -207,6 +251,22 @@ def test_what_was_used_longest_ago_makes_room_once_a_day(monkeypatch):
     (cache_dir() / ".looked").unlink()
     write_value(entry("kind", "new"), 1)
     assert [path.exists() for path in paths] == [True, False, True]
+
+
+def test_built_in_models_make_room_too_and_tokenized_rows_do_not(monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 2500)
+    folders = [
+        cache_dir() / kind / f"{kind}-{age:024x}" for age, kind in enumerate(("data", "builtin", "builtin"))
+    ]
+    for age, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for path in (folder / "file", folder):
+            if path != folder:
+                path.write_text("x" * 2000)
+            os.utime(path, (1000.0 * age, 1000.0 * age))
+    os.utime(folders[1])  # used today
+    write_value(entry("kind", "new"), 1)
+    assert [folder.exists() for folder in folders] == [True, True, False]
 
 
 def test_clearing_takes_what_is_ours_and_leaves_the_rest():

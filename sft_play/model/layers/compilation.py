@@ -6,16 +6,18 @@ one compilation serves all micro-batches. Passes without gradients are not compi
 again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.cache import cache_dir, private_entry
+from sft_play.cache import cache_dir, private_entry, written_to
 from sft_play.files import own_folder
 from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model.architecture.shape import decoder_layers
@@ -57,12 +59,21 @@ def compiled_forwards(model: Any) -> dict[torch.nn.Module, Any]:
 def _kept_code() -> str:
     """The folder of compiled code, from which it is loaded and run: one for all runs of this user."""
     if found := private_entry("compiled", torch.__version__):
+        lasting(_written_to, found)
         return str(found)
     warn(
         f"compiled code is not kept, because other users can write to {cache_dir()} or a folder above it, or "
         "you cannot: each run compiles again; set SFT_PLAY_CACHE to another folder"
     )
     return str(own_folder("sft-play-compiled-"))
+
+
+@contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    with written_to(folder) as emptied:
+        if emptied:
+            warn("an earlier run was killed, which may have cut off compiled code: it is compiled again")
+        yield
 
 
 def _attention(

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -54,16 +55,25 @@ def test_the_demo_rows_become_files_and_the_rest_of_the_config_stays():
     assert "# a.yaml, builtin:demo" in dump_resolved(after)
 
 
+def test_what_a_run_was_made_of_is_made_again_when_the_cache_was_cleared():
+    begun = demo.materialise(resolved(train_path="builtin:demo"))
+    path = Path(begun.config.data.train_path)
+    rows = path.read_text()
+    shutil.rmtree(path.parent)
+    assert demo.materialise(begun).config == begun.config
+    assert path.read_text() == rows
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
             resolved("builtin:demon"),
-            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:tiny",
+            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:tiny, builtin:smollm2-135m",
         ),
         (
             resolved(val_path="builtin:tiny"),
-            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo",
+            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo, builtin:replies",
         ),
     ],
 )

@@ -5,7 +5,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from sft_play.report.choices import chosen_blocks
 from sft_play.report.plan import plan_answer, plan_report, way_of
+from sft_play.report.record import RunRecord
 from sft_play.report.scaling import scaling_report
 from sft_play.units import GIB
 
@@ -273,6 +275,8 @@ def test_a_faster_plan_that_was_not_chosen_says_why(engine, size, said):
         "alternatives": [other(size, 1.05, 1) | {"engine": engine}],
     }
     assert said in " ".join(screen(plan_answer(tree, "it fits")).split())
+    of_a_run = [*chosen_blocks(RunRecord(name="one", plan=tree))]
+    assert said in " ".join(of_a_run[-1].lines)
     tree["alternatives"][0]["relative_speed"] = 0.95
     assert said not in " ".join(screen(plan_answer(tree, "it fits")).split())
 
