@@ -301,7 +301,7 @@ def memory_report(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _gpu_report(gpu: Gpu) -> dict[str, Any]:
+def _gpu_report(gpu: Gpu) -> dict[str, object]:
     return {
         "index": gpu.index,
         "name": gpu.name,

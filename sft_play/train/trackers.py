@@ -56,7 +56,7 @@ PLAN_COMPARED = (
 )
 
 
-def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
+def grouped(logs: Mapping[str, float]) -> dict[str, float]:
     """The names under which a record of the trainer is shown: "train/loss", "eval/loss", "speed/mfu"."""
     evaluated = any(name.startswith(EVAL) for name in logs)
     found = {}
