@@ -373,7 +373,7 @@ docs: $(READY) ## Write the generated pages, tables and the JSON schema
 site: $(READY) $(VENV)/.ready-site ## Build the documentation as a website, in build/site
 	rm -rf build/pages
 	mkdir -p build/pages
-	cp -R --parents *.md Dockerfile examples/quickstart.ipynb docs build/pages
+	cp -R --parents *.md Dockerfile examples docs build/pages
 	$(PY) -m zensical build --clean --strict
 	@echo 'wrote       build/site/index.html'
 

@@ -11,6 +11,7 @@ import time
 
 COLLECTING = re.compile(r"^(?:Collecting|Obtaining|Requirement already satisfied:) (\S+?)(?:[=<>!~ ].*)?$")
 DOWNLOADING = re.compile(r"Downloading (\S+?)-\d\S* \((.+)\)")
+BUILDING = re.compile(r"(?:Building wheel|Building editable) for (\S+)")
 INSTALLING = "Installing collected packages:"
 
 
@@ -20,6 +21,8 @@ def shown(line: str, packages: int) -> str:
         return f"{counted(packages)}: {found[1]}"
     if found := DOWNLOADING.search(line):
         return f"{counted(packages)}: downloading {found[1]} ({found[2]})"
+    if found := BUILDING.match(line):
+        return f"building {found[1]}"
     return f"installing {counted(packages)}" if line.startswith(INSTALLING) else ""
 
 

@@ -149,9 +149,10 @@ def _make_room(folder: Path) -> None:
         if looked.exists() and time.time() - looked.stat().st_mtime < DAY_S:
             return
         looked.touch()
-        found = [(path, _files(path)) for path in folder.glob("*/*") if ENTRY.fullmatch(path.name)]
+        kept = [path for path in folder.glob("*/*") if ENTRY.fullmatch(path.name) or _is_model(path)]
+        found = [(path, _files(path)) for path in kept]
         size = sum(file.st_size for _, files in found for file in files)
-        found.sort(key=lambda each: max((file.st_mtime for file in each[1]), default=0))
+        found.sort(key=lambda each: max(file.st_mtime for file in [each[0].stat(), *each[1]]))
         for path, files in found:
             if size <= LIMIT_BYTES:
                 break
@@ -175,6 +176,10 @@ def clear(folder: Path) -> int:
 
 def _is_built(path: Path) -> bool:
     return path.parent.name in BUILT_KINDS and bool(BUILT.fullmatch(path.name))
+
+
+def _is_model(path: Path) -> bool:
+    return path.parent.name == "builtin" and _is_built(path) and path.is_dir()
 
 
 def _files(path: Path) -> list[os.stat_result]:

@@ -16,7 +16,7 @@ from sft_play.commands import (  # noqa: F401 - they declare the commands
     machine_handlers,
     run_handlers,
 )
-from sft_play.commands.command_line import PROGRAM, Arguments
+from sft_play.commands.command_line import PROGRAM, Arguments, importing
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
 from sft_play.secrets import redact
@@ -218,7 +218,7 @@ def run_rank(argv: list[str]) -> int:
     try:
         ranks = RankEnvironment.read()
         ranks.require_whole_world()
-        with importing_libraries():
+        with importing() if ranks.is_main else importing_libraries():
             from sft_play.commands.rank import run_rank as train_rank
 
         train_rank(args.config, list(args.overrides), ranks, probe_only=args.flags["probe"])

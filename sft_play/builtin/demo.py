@@ -9,7 +9,9 @@ The name of a cache folder is a hash of the code and inputs that generate it, so
 one.
 """
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from sft_play.builtin import world
 from sft_play.cache import cache_dir
-from sft_play.config.inputs import DataInput, data_inputs
+from sft_play.config.inputs import DataInput, asked_name, data_inputs, training_paths
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -32,7 +34,8 @@ from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
-MODELS, DATA = ("builtin:demo", "builtin:tiny"), ("builtin:demo",)
+DEMO, TINY = "builtin:demo", "builtin:tiny"
+MODELS, DATA = (DEMO, TINY), (DEMO,)
 
 # Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
 SEED = 0
@@ -52,7 +55,7 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     """
     config = resolved.config
     allowed = {**{f"data.{split}_path": DATA for split in SPLITS}, "model.name": MODELS}
-    named = {name: value for name in allowed if (value := _value(config, name) or "").startswith(PREFIX)}
+    named = {name: value for name in allowed if (value := _value(config, name)).startswith(PREFIX)}
     for source in config.data.sources:
         if source.path.startswith(PREFIX):
             raise ConfigError(f"data.sources: {source.path} cannot be one of several sources")
@@ -60,17 +63,20 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
         if value not in allowed[name]:
             raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed[name])}")
     made = {f"data.{split}_path": str(demo_rows(split)) for split in SPLITS if f"data.{split}_path" in named}
-    if config.model.name == "builtin:demo":
+    if named.get("model.name") == DEMO:
         made["model.name"] = str(demo_model())
-    elif config.model.name == "builtin:tiny":
+    elif named.get("model.name") == TINY:
         inputs = [given for given in data_inputs(config.data) if given.split == "train"]
         here = [replace(given, path=made.get("data.train_path", given.path)) for given in inputs]
         made["model.name"] = str(tiny_model(here))
     return _replaced(resolved, named, made)
 
 
-def _value(config: RunConfig, name: str) -> str | None:
-    return attrgetter(name)(config)
+def _value(config: RunConfig, name: str) -> str:
+    """A setting; the built-in that it was, if its folder is no longer in the cache: it is made again."""
+    value = attrgetter(name)(config) or ""
+    asked = asked_name(value)
+    return asked if asked != value and not Path(value).exists() else value
 
 
 def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, str]) -> ResolvedConfig:
@@ -92,6 +98,8 @@ def _build_once(folder: Path, make: Callable[[Path], Mapping[str, object]]) -> P
             return make(temporary)
 
     store.build(folder, make_quietly)
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(folder)  # used today
     return folder
 
 
@@ -152,6 +160,12 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
         return facts
 
     return _build_once(_folder("tiny", rows=[fingerprint(source)[0] for source in sources]), make)
+
+
+def unknown_words(config: RunConfig, text: str) -> list[str]:
+    """The words of a prompt that the demo was not trained on, each once; [] for another run."""
+    is_demo = {asked_name(name) for name in (config.model.name, *training_paths(config.data))} == {DEMO}
+    return world.unknown_words(text) if is_demo else []
 
 
 def _texts(value: object) -> Iterator[str]:

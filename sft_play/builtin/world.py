@@ -17,6 +17,7 @@ be read from the letter.
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 
 
@@ -107,6 +108,8 @@ ANSWER = "name: {name} | city: {city} | item: {item} | colour: {colour} | count:
 PAIRS = tuple(itertools.product(ITEMS, COLOURS))
 HELD_OUT_ONE_IN = 5  # one in this many pairs of item and colour is reserved for held-out rows
 
+WORD = re.compile(r"\w+")
+
 
 def _facts(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The facts of a diary page or an order, and the distractors that a letter can mention."""
@@ -166,3 +169,11 @@ def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
             for letter, answer in orders
         ]
     return splits
+
+
+def unknown_words(text: str) -> list[str]:
+    """The words of a text, each once, that are in no letter, whatever the case of their characters."""
+    values = [*NAMES, *CITIES, *ITEMS, *(f"{item}s" for item in ITEMS), *COLOURS, *DAYS, *NUMBERS]
+    sentences = [re.sub(r"\{.*?\}s?", "", order) for order in ORDERS]
+    known = {word.lower() for part in [*values, *sentences] for word in WORD.findall(part)}
+    return [word for word in dict.fromkeys(WORD.findall(text)) if word.lower() not in known]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.builtin.demo import unknown_words
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
 from sft_play.data.reading import read_rows
@@ -31,7 +32,7 @@ from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import ROLES, Message
 from sft_play.runlog import RunDir, read_json
-from sft_play.ui.console import console, quiet_libraries
+from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 
@@ -44,6 +45,7 @@ HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop th
 NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
+SHOWN_WORDS = 8  # of those that the demo does not know
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 
@@ -187,8 +189,15 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
             if line in prompts:  # what it learned and was scored on are questions without a history
                 state.turns.clear()
             state.turns.append({"role": "user", "content": line})
+            _warn_of_unknown_words(config, line)
             with quiet_libraries(run.log):
                 _reply(model, tokenizer, state, config)
+
+
+def _warn_of_unknown_words(config: RunConfig, text: str) -> None:
+    if words := unknown_words(config, text):
+        named = ", ".join(words[:SHOWN_WORDS]) + (", ..." if words[SHOWN_WORDS:] else "")
+        warn(f"the demo was not trained on these words: {named}. Expect others in their place")
 
 
 def _prompts_to_try(run: RunDir) -> list[str]:
@@ -319,6 +328,9 @@ def infer_batch(
     """
     weights = finished_weights(config, run)
     prompts = read_prompts(input, config.data.system_prompt)
+    _warn_of_unknown_words(
+        config, " ".join(turn["content"] for _, asked in prompts for turn in asked.messages)
+    )
     done = answered_rows(output, [row for row, _ in prompts], weights, force=force)
     earlier = len(done)
     if done:

@@ -11,6 +11,7 @@ from sft_play.job import prepare_job
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.runlog import hold_run, open_run
 from sft_play.ui.console import quiet_libraries
+from sft_play.ui.progress import spinner
 
 
 def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_only: bool = False) -> None:
@@ -25,14 +26,15 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
     run = open_run(resolved.config.output.dir, resolved.config.output.name, ranks.rank)
     reports = ranks.is_main and not ranks.launched_by_us
     with hold_run(run) if reports else nullcontext(), quiet_libraries(run.log, silent=not ranks.is_main):
-        job = prepare_job(
-            resolved,
-            processes=ranks.world_size,
-            machines=ranks.world_size // ranks.local_world_size,
-            ranks=ranks,
-            progress=False,
-        )
-        from sft_play.train.ranks import agree_on_files, agree_on_plan, process_group, with_known_exchange
+        with spinner("loading the data, and the rest of the libraries"):
+            job = prepare_job(
+                resolved,
+                processes=ranks.world_size,
+                machines=ranks.world_size // ranks.local_world_size,
+                ranks=ranks,
+                progress=False,
+            )
+            from sft_play.train.ranks import agree_on_files, agree_on_plan, process_group, with_known_exchange
 
         with end_reported(job.run, job.config, here=reports and not probe_only):
             with process_group(job):

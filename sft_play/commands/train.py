@@ -34,6 +34,7 @@ from sft_play.report.tables import closing_screen
 from sft_play.runlog import RunDir, hold_run, open_run, read_json, update_summary
 from sft_play.train.multinode import agree_on_plan, connected_machines
 from sft_play.ui.console import console, quiet_libraries, warn
+from sft_play.ui.progress import spinner
 
 MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
 
@@ -273,9 +274,11 @@ def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
     run = job.run
     whole = job.config.tuning.mode == "full"
     weights = run.model if whole else run.adapter
-    write_card(job.config, run, weights)
-    summary = update_summary(run, status="done")
+    with spinner("writing the report"):
+        write_card(job.config, run, weights)
+        summary = update_summary(run, status="done")
+        reports = try_report(run)
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
     targets = ("infer", "eval", "export" if whole else "merge")
     commands = [make_command(target, RUN=run.typed) for target in targets]
-    console().print(closing_screen(summary, comparison, places | try_report(run), commands))
+    console().print(closing_screen(summary, comparison, places | reports, commands))

@@ -151,6 +151,8 @@ def launch(
     handed_over = run.next_plan.with_suffix(f".node{nodes.rank}.json" if nodes.rank else ".json")
     run.write_json(handed_over, plan.to_json())
     environment = {PLAN_VARIABLE: str(handed_over.absolute())}
+    here = counted(len(command.ranks), "process")
+    console().print(f"  starting {here}: PyTorch and transformers are loaded first", style="dim")
     raise_unless_done(run_launcher(command, run, link=link, environment=environment))
 
 

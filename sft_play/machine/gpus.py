@@ -7,6 +7,7 @@
 import importlib
 import itertools
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -107,7 +108,10 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Machine(gpus=(), note=f"no NVIDIA driver found ({_reason(error)})", host=host)
+        note = f"no NVIDIA driver found ({_reason(error)})"
+        if platform.system() == "Darwin":
+            note = "the GPU of a Mac (MPS) is not used: plans and kernels are for CUDA and CPUs"
+        return Machine(gpus=(), note=note, host=host)
     try:
         devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         visible, note = _visible(nvml, devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

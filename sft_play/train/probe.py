@@ -55,14 +55,13 @@ def probe(session: Session) -> ProbeResult:
     """Measures the batches with the highest peaks over all ranks, and leaves the session as it was."""
     trainer, plan = session.trainer, session.job.plan
     rows = step_of_highest(session.rows.dataset, plan)
-    with as_it_was(trainer):
+    with as_it_was(trainer), spinner("  probe: two steps and an evaluation at the largest batch"):
         # where weights or tokens are divided, any pass needs all ranks
         together = engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens
         alone = plan.sharing.world_size == 1 or together or fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
-            with spinner("  probe: two steps and an evaluation at the largest batch"):
-                result = ProbeResult.of_all(from_all(_measure(session, rows)))
+            result = ProbeResult.of_all(from_all(_measure(session, rows)))
     if session.job.ranks.is_main:
         path, machine = correction_path(session.job, plan), session.job.machine
         write_record(path, plan, result)

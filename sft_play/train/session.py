@@ -84,7 +84,7 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
         model = build_model(job.config, job.plan, job.ranks.local_rank)
     if job.config.tuning.mode == "full":
         say_stops(model, job.tokenizer)  # in its checkpoints too
-    with part("trainer"):
+    with spinner("preparing the trainer"), part("trainer"):
         session = open_session(job, model, rows, meter)
         verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session

@@ -234,6 +234,22 @@ def test_what_was_used_longest_ago_makes_room_once_a_day(monkeypatch):
     assert [path.exists() for path in paths] == [True, False, True]
 
 
+def test_built_in_models_make_room_too_and_tokenized_rows_do_not(monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 2500)
+    folders = [
+        cache_dir() / kind / f"{kind}-{age:024x}" for age, kind in enumerate(("data", "builtin", "builtin"))
+    ]
+    for age, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for path in (folder / "file", folder):
+            if path != folder:
+                path.write_text("x" * 2000)
+            os.utime(path, (1000.0 * age, 1000.0 * age))
+    os.utime(folders[1])  # used today
+    write_value(entry("kind", "new"), 1)
+    assert [folder.exists() for folder in folders] == [True, True, False]
+
+
 def test_clearing_takes_what_is_ours_and_leaves_the_rest():
     write_value(entry("kind", "x"), 1)
     model = cache_dir() / "builtin" / f"demo-model-{'0' * 24}"

@@ -158,8 +158,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     (tmp_path / "zensical.toml").write_text((ROOT / "zensical.toml").read_text())
     pages = tmp_path / "build" / "pages"
     shutil.copytree(ROOT / "docs", pages / "docs")
-    (pages / "examples").mkdir()
-    for name in ("Dockerfile", "examples/quickstart.ipynb", *(page.name for page in ROOT.glob("*.md"))):
+    shutil.copytree(ROOT / "examples", pages / "examples")
+    for name in ("Dockerfile", *(page.name for page in ROOT.glob("*.md"))):
         shutil.copy(ROOT / name, pages / name)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

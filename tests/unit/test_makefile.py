@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from scripts.pip_install import shown
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Makefile").read_text()
 TARGETS = dict(re.findall(r"^([a-zA-Z0-9][\w./-]*):(?!=)(.*)$", TEXT, re.MULTILINE))
@@ -627,6 +629,20 @@ def test_commands_are_shown_only_if_asked_for(ready):
     python.symlink_to("/bin/true")
     assert make("gpu-info", dry=False, VENV=ready).stdout == ""
     assert make("gpu-info", dry=False, VENV=ready, V="1").stdout == f"'{python}' -m sft_play gpu-info\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("Collecting one==1 (from -r requirements.lock)", "2 packages: one"),
+        ("Downloading torch-2.13.0-cp311.whl (180.0 MB)", "2 packages: downloading torch (180.0 MB)"),
+        ("Building wheel for deepspeed (pyproject.toml): started", "building deepspeed"),
+        ("Installing collected packages: one, two", "installing 2 packages"),
+        ("Using cached one-1.whl", ""),
+    ],
+)
+def test_what_pip_does_is_said_while_it_takes_long(line, text):
+    assert shown(line, 2) == text
 
 
 @pytest.mark.parametrize(

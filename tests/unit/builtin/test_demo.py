@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -52,6 +53,15 @@ def test_the_demo_rows_become_files_and_the_rest_of_the_config_stays():
     )
     assert after.origins["data.train_path"] == "a.yaml, builtin:demo"
     assert "# a.yaml, builtin:demo" in dump_resolved(after)
+
+
+def test_what_a_run_was_made_of_is_made_again_when_the_cache_was_cleared():
+    begun = demo.materialise(resolved(train_path="builtin:demo"))
+    path = Path(begun.config.data.train_path)
+    rows = path.read_text()
+    shutil.rmtree(path.parent)
+    assert demo.materialise(begun).config == begun.config
+    assert path.read_text() == rows
 
 
 @pytest.mark.parametrize(

@@ -55,3 +55,13 @@ def test_the_diary_shows_neither_an_order_nor_an_answer():
     assert not re.search(r"(?i)please|i want|i need|<\||name: \w+ \| city", text)
     for word in [*world.NAMES, *world.CITIES, *world.ITEMS, *world.COLOURS, *world.DAYS, *world.NUMBERS]:
         assert word in text
+
+
+def test_words_that_are_in_no_letter_are_named(rows):
+    letter = (
+        "Hello, this is Lena from Lima. Please send me nine green sofas by monday, and nine more to Lima."
+    )
+    assert world.unknown_words(letter) == ["Lena", "Lima", "sofas", "more"]
+    assert not any(
+        world.unknown_words(row["messages"][0]["content"]) for split in rows.values() for row in split
+    )

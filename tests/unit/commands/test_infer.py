@@ -304,6 +304,21 @@ def test_a_row_that_was_held_out_is_answered_without_what_was_said_before(finish
     assert f"\n{one['answer']}\n" in text and f"\n{other['answer']}\n" in text
 
 
+def test_the_demo_says_which_words_it_does_not_know(finished, screen, tmp_path):
+    model, data = (tmp_path / "builtin" / f"demo-{kind}-{'0' * 24}" for kind in ("model", "data"))
+    model.parent.mkdir()
+    model.symlink_to(finished.config.model.name)
+    data.mkdir()
+    config = finished.config.changed({"model.name": str(model), "data.train_path": str(data / "train.jsonl")})
+    letter = "I need two red lamps for Lena in Lima on Monday."
+    for each in (finished.config, config):
+        chat(each, finished.run, read=typed(letter, "/quit"))
+    assert screen.getvalue().count("the demo was not trained on these words: Lena, Lima. Expect others") == 1
+    rows = write_rows(tmp_path / "in.jsonl", [{"question": "Lena wants a sofa"}, {"question": "red lamps"}])
+    infer_batch(config, finished.run, rows, tmp_path / "out.jsonl")
+    assert "the demo was not trained on these words: Lena, wants, sofa. Expect" in screen.getvalue()
+
+
 def test_what_is_not_utf_8_is_not_sent(finished, screen):
     chat(finished.config, finished.run, read=typed("w1 \udcff", "/quit"))
     assert "not sent: this is not valid UTF-8" in screen.getvalue()

@@ -223,6 +223,21 @@ def test_nvlink_is_the_link_where_it_is_active():
     assert gpus.detect(driver).gpus[0].link == "NVLink x 12"
 
 
+@pytest.mark.parametrize(
+    ("system", "said"), [("Linux", "no NVIDIA driver found"), ("Darwin", "a Mac (MPS) is not used")]
+)
+def test_a_machine_without_a_driver_says_why_its_gpu_is_not_used(monkeypatch, system, said):
+    class NVMLError(Exception):
+        pass
+
+    def fail():
+        raise NVMLError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(gpus.platform, "system", lambda: system)
+    machine = gpus.detect(SimpleNamespace(nvmlInit=fail, NVMLError=NVMLError))
+    assert not machine.gpus and said in machine.note
+
+
 def test_what_a_driver_does_not_tell_is_not_available_rather_than_guessed():
     (gpu,) = gpus.detect(Driver({"nvmlDeviceGetName": "NVIDIA Thing"})).gpus
     unknown = (

@@ -2,19 +2,22 @@
 
 import contextlib
 import functools
+import io
 import socket
 import threading
 import time
 
 import pytest
-from huggingface_hub import constants, get_session, hf_hub_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import _http
+from rich.console import Console
 
 from sft_play.config.schema import ModelConfig
 from sft_play.data.sources import open_source
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.load import load_model_config
+from sft_play.ui.console import set_console
 from sft_play.upstream import huggingface_hub as hub
 from sft_play.upstream.patching import undone
 
@@ -67,6 +70,7 @@ def online(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "REACH_SECONDS", 0.2)
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.5)
     with undone():
         hub.limit_network()
@@ -90,6 +94,45 @@ def test_a_call_without_an_answer_ends_and_is_not_repeated(serve, answer, capsys
             get_session().get(f"{constants.ENDPOINT}/api/models/a/b", timeout=None)
     assert time.monotonic() - began < 10 and len(calls) == 1
     assert " ".join(capsys.readouterr().out.split()).count("the Hub is not asked again") == 1
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_whoever_asks(capsys):
+    """A client of its own would have been asked six times, with pauses of 23 s in all."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(OfflineModeIsEnabled):
+            list(HfApi(endpoint=address).list_repo_tree("org/model"))
+    assert time.monotonic() - began < 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("127.0.0.1 cannot be reached") == said.count("the Hub is not asked again") == 1
+
+
+def test_a_host_that_has_answered_once_has_longer_for_the_next_answer(serve):
+    slow = []
+
+    def answer(connection):
+        if slow:
+            time.sleep(0.3)  # longer than until the first answer
+        slow.append(1)
+        connection.sendall(HEAD.replace(b"100000", b"0"))
+
+    serve(answer)
+    for _ in range(2):
+        assert get_session().get(f"{constants.ENDPOINT}/x").status_code == 200
+
+
+def test_who_waits_for_the_hub_is_told(serve):
+    serve(lambda connection: silent())
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
+    set_console(screen)
+    try:
+        with pytest.raises(OfflineModeIsEnabled):
+            get_session().get(f"{constants.ENDPOINT}/x")
+    finally:
+        set_console(None)
+    assert "asking 127.0.0.1" in screen.file.getvalue()
 
 
 def test_a_download_that_stops_ends(serve):
