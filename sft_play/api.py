@@ -73,7 +73,10 @@ def plan(
         args = arguments("plan", _overrides(changed), model=model, config=config, gpu=gpu, gpus=gpus)
         with importing():
             from sft_play.commands.plan import plan_command
-        return Planned(*plan_command(args))
+        planned = Planned(*plan_command(args))
+        if not planned.tree["complete"]:
+            raise KeyboardInterrupt
+        return planned
 
 
 def train(

@@ -235,5 +235,11 @@ def _answer(question: str, about: tuple[Any, ...]) -> Path:
     return entry("answers", question, about, own_code(), sys.version, answering_packages())
 
 
+def state_of(*kinds: str) -> str:
+    """A digest of all that is kept of these kinds, another one once something was added or renewed."""
+    found = sorted(path for kind in kinds for path in (cache_dir() / kind).glob("*"))
+    return _digest(repr([(path.name, read_bytes(path)) for path in found]).encode())
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()

@@ -16,7 +16,7 @@ from sft_play.commands import (  # noqa: F401 - they declare the commands
     machine_handlers,
     run_handlers,
 )
-from sft_play.commands.command_line import PROGRAM, Arguments, importing
+from sft_play.commands.command_line import INTERRUPTED_BY_USER, PROGRAM, Arguments, importing
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
 from sft_play.secrets import redact
@@ -24,7 +24,6 @@ from sft_play.ui.console import console_on_stderr
 from sft_play.ui.screen import Command, Screen, write_stderr
 from sft_play.ui.streams import require_output, secure_streams
 
-INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 COMMANDS = ("make ", "sft-play ")  # at the start of a line
 WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"

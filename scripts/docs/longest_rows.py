@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def long_cells(model: str, gpu: str, gpus: int, modes: Iterable[str] = MODES) ->
         rows = recall("longest rows", *about)
         if rows is None:
             facts = DataFacts.unseen(config, architecture)  # of the length that is tried
-            rows = longest_rows([Request(config, architecture, facts, what_if(gpu, gpus), gpus)], (mode,))
+            request = Request(config, architecture, facts, what_if(gpu, gpus), gpus)
+            rows = list(chain.from_iterable(longest_rows([request], (mode,))))
             remember(rows, "longest rows", *about)
         cells[mode] = _cell(rows)
     return cells

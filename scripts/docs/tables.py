@@ -6,6 +6,7 @@ key of TABLES. The pages are written by scripts/docs/__main__.py.
 
 import re
 import statistics
+from operator import itemgetter
 from typing import Literal
 
 import yaml
@@ -32,12 +33,13 @@ from scripts.docs.memory_tables import (
     speeds_on_a_gpu,
     steps_on_a_gpu,
 )
-from sft_play.cli import INTERRUPTED_BY_USER
+from sft_play.commands.command_line import INTERRUPTED_BY_USER
 from sft_play.config.train import TrainConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.planning.candidates.batch import batch_choices, count_steps, scaled_learning_rate
 from sft_play.spelling import FLAGS, OVERRIDES, SWITCHES, TARGETS
+from sft_play.units import format_bytes
 
 SEVERAL = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2", "fsdp2": "FSDP2"}  # engines of make bench-sharding
 FEWEST = "## The fewest GPUs"  # a section of the cookbook, with a table of another kind
@@ -149,12 +151,16 @@ def several_processes() -> str:
 
 
 def plan_time() -> str:
-    """Seconds of the first and the second plan, medians of the rounds."""
+    """CPU seconds and memory of the first and the second plan of each case, the best of the rounds."""
     rows = []
     for name, rounds in results("plan_time")["rounds"].items():
-        seconds = [statistics.median(one[when]["seconds"] for one in rounds) for when in ("first", "again")]
-        rows.append([name, *(f"{value:.1f}" for value in seconds)])
-    return table(("model", "first plan, seconds", "the same plan again"), rows)
+        best = [
+            min((one[when] for one in rounds), key=itemgetter("cpu_seconds")) for when in ("first", "again")
+        ]
+        seconds = [f"{one['cpu_seconds']:.1f}" for one in best]
+        rows.append([name, *seconds, *(format_bytes(one["peak_bytes"]) for one in best)])
+    head = ("plan", "first, CPU seconds", "again, CPU seconds", "first, memory", "again, memory")
+    return table(head, rows)
 
 
 def faults() -> str:

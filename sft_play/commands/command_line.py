@@ -59,6 +59,9 @@ GROUPS = {  # of the commands in `sft-play --help`
 }  # fmt: skip
 
 
+INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
+
+
 class _Grouped(click.Group):
     """Lists its commands in the order of a run, a section for each stage."""
 

@@ -14,6 +14,7 @@ from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.report.context import context_report, problem_of
+from sft_play.report.layout import apart, stopped
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.ui.progress import progress_bar
 
@@ -70,8 +71,15 @@ def context_answer(
     ]
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))
-    with progress_bar("looking for the longest rows", total) as advance:
-        rows = longest_rows(requests, modes, length, advance)
+    rows, searches, complete = list[dict[str, Any]](), 0, True
+    try:
+        with progress_bar("looking for the longest rows", total) as advance:
+            for found in longest_rows(requests, modes, length):
+                rows += found
+                searches += 1
+                advance(1)
+    except KeyboardInterrupt:
+        complete = False
     tree = {
         "model": config.model.name,
         "gpu": machine.gpus[0].name if machine.gpus else None,
@@ -79,7 +87,11 @@ def context_answer(
         "positions": positions,
         "rows": rows,
         "why": notes,
+        "complete": complete,
     }
+    if not complete:
+        shown = [context_report(tree)] if rows else []
+        return tree, apart(*shown, stopped(f"{searches} of {total} searches were made", asked.command))
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return tree, context_report(tree)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from sft_play.commands.command_line import (
+    INTERRUPTED_BY_USER,
     Arguments,
     amount,
     announce,
@@ -86,8 +87,9 @@ def plan(args: Arguments, model: str | None, **_flags: object) -> int:
     with importing():
         from sft_play.commands.plan import plan_command
         from sft_play.report.layout import ending
-    tree, report = plan_command(args)
-    return end(args, tree, report, *(["", ending({}, [tree["command"]])] if "command" in tree else []))
+    tree, report = plan_command(args, None if args.json else lambda shown: console().print(shown))
+    end(args, tree, report, *(["", ending({}, [tree["command"]])] if "command" in tree else []))
+    return 0 if tree["complete"] else INTERRUPTED_BY_USER
 
 
 @command("probe", as_json=True)

@@ -1,16 +1,18 @@
 """`sft-play plan`: a plan for this machine, for another GPU, or for each of the common ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from sft_play.builtin.demo import materialise
 from sft_play.cache import project_dir
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
+from sft_play.commands.each_gpu import each_gpu_answer
 from sft_play.commands.plan_flags import Asked
 from sft_play.config.inputs import asked_name
 from sft_play.config.load import ResolvedConfig, load_config
@@ -23,34 +25,40 @@ from sft_play.machine.prices import price_of
 from sft_play.model.architecture.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.answers.advice import Change, as_overrides, plan_or_advise
+from sft_play.planning.answers.kept import kept
 from sft_play.planning.answers.other_machines import (
     COMMON_GPUS,
     COUNTS,
-    MODES,
     cost_at,
     fewest_gpus,
     gpu_hours,
-    plans_by_gpu,
     scaling,
 )
-from sft_play.planning.answers.other_methods import cheapest_ways, other_methods
+from sft_play.planning.answers.other_methods import other_methods
 from sft_play.planning.request import Request
 from sft_play.planning.rows.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.rows.facts import DataFacts, data_facts
 from sft_play.planning.speed.devices import ensure_profile
 from sft_play.reasons.evidence import AssumedRows, DescribedLengths
 from sft_play.reasons.reason import Reason
-from sft_play.report.layout import make_command, training_command
-from sft_play.report.plan import plan_answer, plan_report
-from sft_play.report.ways import gpus_report
+from sft_play.report.layout import apart, make_command, stopped, training_command
+from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
 from sft_play.sizing.facts.architecture import Architecture, planning_architecture
+from sft_play.spelling import by_make
 from sft_play.ui.console import quiet_libraries
-from sft_play.ui.progress import PLANNING, progress_bar, spinner
+from sft_play.ui.progress import PLANNING, spinner
 from sft_play.units import counted
 
 
-def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
-    """The plan as JSON and as a report.
+def plan_command(
+    args: Arguments, say: Callable[[RenderableType], None] | None = None
+) -> tuple[dict[str, Any], RenderableType]:
+    """The plan as JSON and as a report; `complete` in the JSON is false if Ctrl-C ended the search.
+
+    Args:
+        args: what was typed.
+        say: shows what is known first, the plan itself, while other methods are still being planned. The
+            report begins after it.
 
     Raises:
         ConfigError: neither a config nor a model is given, or as of `fastest_plan`.
@@ -72,41 +80,89 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         facts, row_notes = _facts(asked, resolved, architecture, described)
         notes = [*map(str, row_notes), *notes]
         if asked.model and not asked.gpu:
-            if asked.gpu_hour:
-                raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
-            tree = _on_each_gpu(asked, resolved, architecture, facts) | {"why": notes}
-            return tree, gpus_report(tree)
+            request = Request(config, architecture, facts, what_if(COMMON_GPUS[0]), 1)
+            grows = _batch_grows(asked, resolved)
+            return each_gpu_answer(asked, resolved, request, notes, batch_grows=grows)
         machine = what_if(asked.gpu, asked.gpus or 1) if asked.gpu else detect()
         request = Request(config, architecture, facts, machine, asked.gpus or len(machine.gpus) or 1)
         if not asked.gpu:
             ensure_profile(config, machine, request.processes)
         with spinner(PLANNING):
-            if asked.gpu and not asked.gpus:
-                count = fewest_gpus(request, batch_grows=_batch_grows(asked, resolved)) or 1
-                request = request.with_batch_for(count).on_gpus(count)
-                if count > 1:
-                    said = f"{count} x {asked.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
-                    notes = [said, *notes]
-            chosen = plan_or_advise(request, partial(_again, asked, request.processes))
-            chosen = replace(chosen, why=(*chosen.why, *notes))
-            methods = []
-            if chosen.memory and machine.gpus:
-                methods = other_methods(request, chosen, fewer=bool(asked.gpu) and not asked.gpus)
-            whole = asked.why or asked.json or not chosen.memory  # what was not sized has to say so
-            scaled = request.with_offload(chosen.sharing.offload).in_groups_as(chosen.sharing)
-            scales = scaling(scaled, least=request.processes) if whole else []
-    tree = chosen.to_json() | {"method": config.tuning.mode, "methods": methods}
+            return _answer(asked, resolved, request, notes, say)
+
+
+def _answer(
+    asked: Asked,
+    resolved: ResolvedConfig,
+    request: Request,
+    notes: list[str],
+    say: Callable[[RenderableType], None] | None,
+) -> tuple[dict[str, Any], RenderableType]:
+    """The plan of a request, then the other methods and numbers of GPUs."""
+    chosen = cache(partial(_chosen, asked, resolved, request, notes))
+    about, complete = (asked, resolved.path, notes, by_make()), True
+    found = kept("plan", request, *about, find=lambda: _found(asked, resolved, *chosen()))
+    tree, title, notes = found["tree"], found["title"], found["notes"]
+    briefly = tree["memory"] and not asked.why
+    if say and briefly:
+        say(Group(plan_lines(tree, title, notes), ""))
+    others: dict[str, Any] = {"methods": [], "scaling": []}
+    try:
+        others = kept("other ways", request, *about, find=lambda: _other_ways(asked, *chosen()))
+    except KeyboardInterrupt:
+        complete = False
+    tree |= others | {"command": found["command"], "complete": complete}
+    if briefly:
+        report = apart(*plan_others(tree)) if say else plan_answer(tree, title, notes)
+    else:
+        report = plan_report(tree, tree["scaling"])
+    if not complete:
+        report = apart(report, stopped("the other methods were not planned", asked.command))
+    return tree, report
+
+
+def _chosen(
+    asked: Asked, resolved: ResolvedConfig, request: Request, notes: list[str]
+) -> tuple[Request, Plan, list[str]]:
+    """The request, on the fewest GPUs if nobody said how many; its plan; and what to say of both."""
+    if asked.gpu and not asked.gpus:
+        count = fewest_gpus(request, batch_grows=_batch_grows(asked, resolved)) or 1
+        request = request.with_batch_for(count).on_gpus(count)
+        if count > 1:
+            said = f"{count} x {asked.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
+            notes = [said, *notes]
+    plan = plan_or_advise(request, partial(_again, asked, request.processes))
+    return request, replace(plan, why=(*plan.why, *notes)), notes
+
+
+def _found(
+    asked: Asked, resolved: ResolvedConfig, request: Request, chosen: Plan, notes: list[str]
+) -> dict[str, Any]:
+    """The plan as JSON, what a person reads above it, and what to type to train by it."""
+    facts, gpus = request.facts, request.machine.gpus
+    tree = chosen.to_json() | {"method": request.config.tuning.mode}
+    hours = gpu_hours(chosen) if gpus and facts.seen else None
+    price = asked.gpu_hour or (price_of(gpus[0].name) if gpus else None)
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
-    tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
-    price = asked.gpu_hour or (price_of(machine.gpus[0].name) if machine.gpus else None)
-    tree["plan"]["cost"] = cost_at(price, tree["plan"]["gpu_hours"])
-    command = _command(asked, resolved, request.config, chosen)
-    report = plan_report(tree, scales)
-    if not facts.seen:
-        notes = [str(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
-    if chosen.memory and not asked.why:
-        report = plan_answer(tree, _title(config, chosen, machine), notes)
-    return tree | {"scaling": scales, "command": command}, report
+    tree["plan"] |= {"gpu_hours": hours, "cost": cost_at(price, hours)}
+    assumed = [] if facts.seen else [str(AssumedRows(len(facts.lengths), facts.longest_row))]
+    return {
+        "tree": tree,
+        "title": _title(request.config, chosen, request.machine),
+        "notes": [*assumed, *notes],
+        "command": _command(asked, resolved, request.config, chosen),
+    }
+
+
+def _other_ways(asked: Asked, request: Request, chosen: Plan, notes: list[str]) -> dict[str, Any]:
+    """What else there is: the other methods, and for those who asked why, other numbers of GPUs."""
+    methods, scales = list[dict[str, Any]](), list[dict[str, Any]]()
+    if chosen.memory and request.machine.gpus:
+        methods = other_methods(request, chosen, fewer=bool(asked.gpu) and not asked.gpus)
+    if asked.why or asked.json or not chosen.memory:  # what was not sized has to say so
+        scaled = request.with_offload(chosen.sharing.offload).in_groups_as(chosen.sharing)
+        scales = scaling(scaled, least=request.processes)
+    return {"methods": methods, "scaling": scales}
 
 
 def _facts(
@@ -194,27 +250,3 @@ def _again(asked: Asked, processes: int, change: Change) -> str:
         gpu = detect().gpus[0].name
     named = {"MODEL": asked.model, "GPU": gpu, "NGPU": world if asked.gpus or world != processes else None}
     return make_command("plan", asked.config, as_overrides(change.settings, asked.overrides), **named)
-
-
-def _on_each_gpu(
-    asked: Asked, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
-) -> dict[str, Any]:
-    """The plans for so many of each common GPU, or the fewest that are enough, in one tuning mode or each."""
-    config = resolved.config
-    modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
-    grows = _batch_grows(asked, resolved)
-    request = Request(config, architecture, facts, what_if(COMMON_GPUS[0]), 1)
-    with progress_bar(PLANNING, len(COMMON_GPUS)) as planned:
-        cards = []
-        for card in plans_by_gpu(request, modes, asked.gpus, batch_grows=grows):
-            cards.append(card)
-            planned(1)
-        cheapest = [] if asked.gpus else cheapest_ways(request, modes, cards)
-    return {
-        "model": config.model.name,
-        "gpus": asked.gpus,
-        "row_tokens": facts.longest_row,
-        "seen": facts.seen,
-        "cheapest": cheapest,
-        "cards": cards,
-    }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from sft_play.commands.command_line import Arguments
 from sft_play.errors import ConfigError
+from sft_play.report.layout import make_command
 
 COUNTED = re.compile(r"\s*([1-9]\d{0,3})\s*[x\u00d7*]\s*(.+)", re.IGNORECASE)  # GPUs, as people write them
 
@@ -43,3 +44,11 @@ class Asked:
                 )
             flags |= {"gpu": gpu, "gpus": count}
         return cls(args.config, args.overrides, args.json, **flags)
+
+    @property
+    def command(self) -> str:
+        """What to type to ask the same."""
+        named: dict[str, object] = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus}
+        named |= {"CONTEXT": self.context, "ROWS": self.rows, "TOKENS": self.tokens}
+        named |= {"LENGTHS": self.lengths, "GPU_HOUR": self.gpu_hour, "WHY": "1" if self.why else None}
+        return make_command("plan", self.config, self.overrides, **named)

@@ -67,6 +67,12 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
     return Group(NamedValues((name, str(path)) for name, path in places.items()), *lines)
 
 
+def stopped(what: str, command: str) -> RenderableType:
+    """The last lines of a plan that was interrupted: what had been done, and what goes on from there."""
+    said = f"Stopped: {what}. What was found is kept; the same command goes on from there."
+    return Group(Words(said), ending({}, [command]))
+
+
 def make_command(
     target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: object
 ) -> str:

@@ -179,7 +179,12 @@ def _hours(plan: Mapping[str, Any], hours: float | None) -> str:
 
 
 def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
-    """What a person asks first: whether it fits, the batch, memory and time; and what else was possible.
+    """What a person asks first, and what else was possible; arguments as in `plan_lines`."""
+    return apart(plan_lines(tree, title, notes), *plan_others(tree))
+
+
+def plan_lines(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
+    """What a person asks first: whether it fits, the batch, memory and time.
 
     Args:
         tree: as in `plan_report`, of a plan whose memory is predicted.
@@ -200,15 +205,18 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
         cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"
         lines.append(("GPU hours", _hours(plan, hours) + cost))
     lines.append(("steps", _steps(plan)))
-    parts: list[RenderableType] = [
-        Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),
-    ]
+    return Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes))
+
+
+def plan_others(tree: Mapping[str, Any]) -> list[RenderableType]:
+    """What else was possible: the other methods, if they were planned, and other micro-batches."""
+    plan, parts = tree["plan"], list[RenderableType]()
     if len(tree.get("methods") or []) > 1:
         parts.append(methods_on_screen(tree))
     if tree["alternatives"]:
         parts.append(_candidates_on_screen(tree))
     more = "WHY=1 adds the reason for each choice, memory by phase, and other numbers of "
-    return apart(*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim")))
+    return [*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim"))]
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

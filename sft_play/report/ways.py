@@ -69,6 +69,22 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     )
 
 
+def card_heads(modes: Sequence[str]) -> Text:
+    """What stands above the lines of `card_line`."""
+    names = [capitalized(METHODS[mode]) for mode in modes]
+    return Text(_in_line("GPU", "memory", names), style="bold")
+
+
+def card_line(card: Mapping[str, Any]) -> Text:
+    """What a GPU needs by each method, while others are still being planned."""
+    needs = [NO_FIT if "problem" in plan else _needs(plan) for plan in card["plans"].values()]
+    return Text(_in_line(card["gpu"], f"{card['total_bytes'] / GIB:.0f} GiB", needs))
+
+
+def _in_line(gpu: str, memory: str, cells: Sequence[str]) -> str:
+    return "".join([f"{gpu:<11}{memory:>7}", *(f"  {cell:<17}" for cell in cells)]).rstrip()
+
+
 def gpus_caption(tree: Mapping[str, Any]) -> str:
     """Which model, on how many GPUs, and which rows."""
     each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
@@ -128,7 +144,6 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]:
-    engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
     group = f" of {group_of(plan)} GPUs" if group_of(plan) > 1 else ""
     cells = {
         "tokens/s": _speed(plan),
@@ -136,8 +151,13 @@ def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]
         "GPU hours": _hours(plan, plan["gpu_hours"]),
         "cost": _cost(plan),
     }
-    first = counted(plan["gpus"], "GPU") + engine, f"{plan['micro_batch_size']:,}{group}"
+    first = _needs(plan), f"{plan['micro_batch_size']:,}{group}"
     return *first, *(cells[name] for name in last)
+
+
+def _needs(plan: Mapping[str, Any]) -> str:
+    engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
+    return counted(plan["gpus"], "GPU") + engine
 
 
 def _ram(row: Mapping[str, Any]) -> str:

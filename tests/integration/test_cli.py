@@ -281,7 +281,8 @@ def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
     before = snapshot(finished.run.path)
     tree = sft("plan", "--config", finished.config, "--gpus", "2", "--json").json
     assert (
-        set(tree) == {"plan", "memory", "why", "alternatives", "scaling", "command", "method", "methods"}
+        set(tree)
+        == {"plan", "memory", "why", "alternatives", "scaling", "command", "complete", "method", "methods"}
         and set(tree["plan"]) >= PLAN_KEYS
     )
     assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,24 @@ def test_a_cache_that_cannot_be_written_costs_what_is_kept_and_nothing_else():
     update_value(entry("kind", "x"), lambda found: found | {"a": 1})
     remember(["yes"], "what?")
     assert read_value(entry("kind", "x")) is recall("what?") is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.parametrize(("mode", "found"), [(0o700, None), (0o755, ["yes"])], ids=["closed", "read-only"])
+def test_a_cache_of_another_user_costs_what_is_kept_and_nothing_else(monkeypatch, mode, found):
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("SFT_PLAY_CACHE", folder)
+        remember(["yes"], "what?")
+        Path(folder).chmod(mode)
+        os.seteuid(12345)
+        try:
+            assert recall("what?") == found
+            remember(["no"], "what?")
+            update_value(entry("kind", "x"), lambda known: known | {"a": 1})
+            assert recall("what?") == found and read_value(entry("kind", "x")) is None
+        finally:
+            os.seteuid(0)
+        assert recall("what?") == ["yes"]
 
 
 @pytest.mark.parametrize(

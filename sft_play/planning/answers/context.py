@@ -1,9 +1,10 @@
 """The longest row that fits, for each method and number of devices, by the exact memory of its step."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from sft_play.machine.gpus import Machine
 from sft_play.parts import flat
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.allowed import candidates, estimator_of
+from sft_play.planning.answers.kept import kept
 from sft_play.planning.candidates.drafts import leanest
 from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.planner import fastest_plan
@@ -255,12 +257,9 @@ def places_of(config: RunConfig, machine: Machine) -> tuple[str, ...]:
 
 
 def longest_rows(
-    requests: Sequence[Request],
-    modes: Sequence[str],
-    asked: int | None = None,
-    advance: Callable[[int], None] = lambda steps: None,
-) -> list[dict[str, Any]]:
-    """A row for each method, number of processes and place of the weights, and of tokens that are divided.
+    requests: Sequence[Request], modes: Sequence[str], asked: int | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each method, number of processes and place of the weights, and of tokens that are divided.
 
     RAM is looked at where memory of the device is the limit without it, and so are tokens that are divided.
 
@@ -268,25 +267,29 @@ def longest_rows(
         requests: the run on each number of processes.
         modes: of tuning.
         asked: as in `longest_row`.
-        advance: called with the number of rows that were found.
+
+    Yields:
+        The rows of one search; none where weights in RAM reach no farther.
     """
-    rows = []
     for mode in modes:
         for request in requests:
             in_mode = request.changed({"tuning.mode": mode})
             for place in places_of(request.config, request.machine):
-                run, tried = in_mode.with_offload(place), Tried()
+                run = in_mode.with_offload(place)
+                found, limit = kept("longest rows", run, asked, find=partial(_searched, run, asked))
+                wanted = place == "none" or request.config.parallel.offload == place or found[0]["longest"]
                 head = {"mode": mode, "processes": request.processes, "offload": place}
-                try:
-                    whole = longest_row(run, asked, tried=tried)
-                    divided = longest_divided_row(run, asked, whole=whole, tried=tried)
-                except (ConfigError, DoesNotFitError) as error:
-                    found, limit = [{"longest": None, "problem": str(error).splitlines()[0]}], None
-                else:
-                    found, limit = [row.to_json() for row in (whole, divided) if row], whole.limit
-                advance(1)
-                if place == "none" or request.config.parallel.offload == place or found[0]["longest"]:
-                    rows += [head | row for row in found]
+                yield [head | row for row in found] if wanted else []
                 if limit == "positions":
                     break
-    return rows
+
+
+def _searched(request: Request, asked: int | None) -> tuple[list[dict[str, Any]], str | None]:
+    """The longest row, and that of groups that reach farther; and what its limit is."""
+    tried = Tried()
+    try:
+        whole = longest_row(request, asked, tried=tried)
+        divided = longest_divided_row(request, asked, whole=whole, tried=tried)
+    except (ConfigError, DoesNotFitError) as error:
+        return [{"longest": None, "problem": str(error).splitlines()[0]}], None
+    return [row.to_json() for row in (whole, divided) if row], whole.limit

@@ -1,7 +1,7 @@
 """The same run on other machines: the fewest GPUs, other numbers of processes, common GPUs in each mode."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -162,14 +162,9 @@ def _keeps_speed(draft: Plan) -> bool:
     return not engine_of(draft.sharing.engine).trades_speed
 
 
-def plans_by_gpu(
-    request: Request, modes: Sequence[str], count: int | None, *, batch_grows: bool
-) -> Iterator[dict[str, Any]]:
-    """A row for each common GPU: name, memory, and `plans_by_mode`, which has the arguments."""
-    for name in COMMON_GPUS:
-        card = request.changed(machine=what_if(name))
-        plans = plans_by_mode(card, modes, count, batch_grows=batch_grows)
-        yield {"gpu": name, "total_bytes": card.machine.gpus[0].total_bytes, "plans": plans}
+def on_each_gpu(request: Request) -> dict[str, Request]:
+    """The request on one of each common GPU, by its name."""
+    return {name: request.changed(machine=what_if(name)) for name in COMMON_GPUS}
 
 
 def plans_by_mode(

@@ -58,7 +58,7 @@ def cheapest_ways(
     Args:
         request: the run on a GPU.
         modes: of tuning.
-        cards: rows of `plans_by_gpu`.
+        cards: rows with `gpu`, its `total_bytes`, and `plans` as `plans_by_mode` gives them.
 
     Returns:
         Rows of such plans with `method`, `gpu` and its `total_bytes`; none for a method that fits nowhere.

@@ -31,7 +31,7 @@ class Architecture:
 
     def __init__(self, text: str, load: Callable[[], "PretrainedConfig"], *, keeps: bool = True):
         """`text` is the whole config as JSON, `load` gives the config, `keeps` is for answers."""
-        self.text, self._load, self._keeps = text, load, keeps
+        self.text, self._load, self.keeps = text, load, keeps
 
     @classmethod
     def of(cls, config: AnyArchitecture) -> "Architecture":
@@ -60,11 +60,12 @@ class Architecture:
     def ask(self, question: Callable[["PretrainedConfig", *About], T], *about: *About) -> T:
         """The answer to one of `step_facts`, kept or found now; raises what the question does."""
         kind = TypeAdapter(question.__annotations__["return"])
-        known = recall(question.__name__, self.text, *about) if self._keeps else None
+        known = recall(question.__name__, self.text, *about) if self.keeps else None
         if known is not None:
             return kind.validate_python(known[0])
-        answer = question(self.config, *about)
-        if self._keeps:
+        with importing_libraries():
+            answer = question(self.config, *about)
+        if self.keeps:
             remember([kind.dump_python(answer, mode="json")], question.__name__, self.text, *about)
         return answer
 

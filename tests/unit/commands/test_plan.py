@@ -1,12 +1,15 @@
 """Plans without a config file and without a network."""
 
+import io
 import json
 import shlex
 from dataclasses import replace
 
 import pytest
 
-from sft_play.cli import parse
+from sft_play.cli import main, parse
+from sft_play.commands import each_gpu
+from sft_play.commands import plan as plan_module
 from sft_play.commands.plan import plan_command
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -17,6 +20,8 @@ from sft_play.model.load import planning_config
 from sft_play.planning.answers import other_machines
 from sft_play.planning.answers.other_machines import COMMON_GPUS, MODES
 from sft_play.report.ways import gpus_report
+from sft_play.ui.console import set_console
+from sft_play.ui.screen import Screen
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen
 
@@ -50,10 +55,25 @@ def plan(*words: str):
 def test_a_model_and_a_gpu_are_enough_for_a_plan():
     tree, report = plan("--model", "tiny-1", "--gpu", "RTX 4090")
     assert tree["plan"]["world_size"] == 1 and tree["memory"]["peak_bytes"] < tree["memory"]["budget_bytes"]
+    assert tree["complete"]
     text = " ".join(screen(report).split())
     assert "no training rows found: planned for 10,000 rows of 512 tokens" in text
     assert "architecture of org/Tiny-1 as of 2026-11-22, from models.yaml; the Hub was not asked" in text
     assert "to train it, accept its license at https://huggingface.co/org/Tiny-1" in text
+
+
+def test_the_plan_is_said_before_the_other_methods_are_planned_and_stays_if_these_are_not(monkeypatch):
+    def stop(*_args, **_options):
+        raise KeyboardInterrupt
+
+    said = []
+    monkeypatch.setattr(plan_module, "other_methods", stop)
+    args = parse(["plan", "--model", "tiny-1", "--gpu", "RTX 4090"])
+    tree, report = plan_command(args, said.append)
+    assert not tree["complete"] and tree["methods"] == [] and tree["plan"]["micro_batch_size"] > 0
+    first, rest = (" ".join(screen(part).split()) for part in (*said, report))
+    assert "LoRA of org/Tiny-1 fits on 1 x" in first and "micro-batch" in first
+    assert "LoRA of org/Tiny-1 fits" not in rest and "Stopped: the other methods were not planned" in rest
 
 
 @pytest.mark.parametrize("machine", [["--gpu", "RTX 4090"], []])
@@ -120,6 +140,48 @@ def test_the_cheapest_ways_come_before_the_tables_of_cards():
     first = lines.index("Full fine-tuning 4 x H200 (140 GiB) 100 1.5")
     assert lines[first + 1] == "1 x L4 (140 GiB) and 64 GiB of RAM 100 1.5"
     assert first < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 100 1.5") and "OFFLOAD=ram" in text
+
+
+def stopping_after(found: int):
+    """Plans for so many GPUs, and then Ctrl-C."""
+    calls = []
+
+    def plans(request, modes, count, **options):
+        calls.append(1)
+        if len(calls) > found:
+            raise KeyboardInterrupt
+        return dict.fromkeys(modes, FOUND)
+
+    return plans
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_a_table_that_is_interrupted_keeps_its_rows(found, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(each_gpu, "plans_by_mode", stopping_after(found))
+    assert main(["plan", "--model", "tiny-1", "--json"]) == 130
+    tree = json.loads(capsys.readouterr().out)
+    assert not tree["complete"] and [row["gpu"] for row in tree["cards"]] == list(COMMON_GPUS[:found])
+    monkeypatch.setattr(each_gpu, "plans_by_mode", stopping_after(1))
+    assert main(["plan", "--model", "tiny-1"]) == 130
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Stopped: {found + 1} of 12 GPUs were planned" in text  # the first ones were kept
+    assert text.endswith("next make plan MODEL=tiny-1")
+
+
+def test_rows_appear_on_a_terminal_as_they_are_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SFT_PLAY_VERBOSE", "1")  # the console stays ours
+    monkeypatch.setattr(each_gpu, "plans_by_mode", stopping_after(1))
+    terminal = Screen(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    set_console(terminal)
+    try:
+        plan_command(parse(["plan", "--model", "tiny-1"]))
+    finally:
+        set_console(None)
+    text = terminal.file.getvalue()
+    assert "Full fine-tuning" in text and "RTX 3060    12 GiB  4 GPUs, FSDP2      4 GPUs, FSDP2" in text
+    assert "planning" in text and "1/12" in text
 
 
 def test_tables_of_cards_fit_into_80_columns():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.cli import main, parse
+from sft_play.commands import context
 from sft_play.commands.context import asked_tokens
 from sft_play.commands.plan import plan_command
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -51,6 +52,20 @@ def test_memory_may_be_the_limit_and_an_asked_length_fits_or_does_not(many_posit
         DoesNotFitError, match=rf"{too_long}: the longest that fit have LoRA on 1 GPU {longest:,} tokens"
     ):
         plan(*words, "--context", str(longest + 1024))
+
+
+def test_searches_that_are_interrupted_keep_their_rows(monkeypatch):
+    def searches(*_args):
+        row = {"mode": "full", "processes": 1, "offload": "none", "longest": 512, "limit": "positions"}
+        yield [row | {"sequence_ranks": 1}]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(context, "longest_rows", searches)
+    tree, report = plan(*CARD, "--context", "max")
+    assert not tree["complete"] and [row["longest"] for row in tree["rows"]] == [512]
+    text = " ".join(screen(report).split())
+    assert "full 1 512 positions" in text and "Stopped: 1 of 6 searches were made" in text
+    assert "next make plan MODEL=tiny-1 GPU='RTX 4090' NGPU=1 CONTEXT=max" in text
 
 
 @pytest.mark.thorough

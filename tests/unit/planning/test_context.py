@@ -217,11 +217,12 @@ def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_
         return LongestRow(longest, "memory", 1, None, None, None)
 
     monkeypatch.setattr(context, "longest_row", answer)
-    run, steps = config().changed({"parallel.offload": "auto"}), []
+    run = config().changed({"parallel.offload": "auto"})
     requests = [request(run, architecture(), count) for count in (1, 2)]
-    rows = longest_rows(requests, ("lora", "qlora"), None, steps.append)
+    searches = list(longest_rows(requests, ("lora", "qlora")))
+    rows = [row for found in searches for row in found]
     assert [(row["mode"], row["processes"], row["offload"], row["longest"]) for row in rows] == [
         ("lora", 1, "none", 5120), ("lora", 1, "ram", 10240), ("lora", 2, "none", 10240), ("lora", 2, "ram", 20480),
         ("qlora", 1, "none", None), ("qlora", 2, "none", None),
     ]  # fmt: skip
-    assert rows[4]["problem"] == "fused experts" and len(steps) == 8
+    assert rows[4]["problem"] == "fused experts" and len(searches) == 8
