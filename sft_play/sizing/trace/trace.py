@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GROUP_TIMEOUT_S = 600  # of processes that divide tokens, where they are real
+Recorder = TypeVar("Recorder", bound=SymbolicRecorder)
 
 
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
@@ -94,7 +95,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
-    recorder = SymbolicRecorder(**_settings(spec))
+    recorder = _recorder(SymbolicRecorder, spec)
     with _group_of(spec), few_tiles(recorder), attributed_loss(recorder):
         materialise(model, layers, recorder)
         _set_up(model, spec)
@@ -129,7 +130,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
         silent_group,
     )
 
-    recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
+    recorder, before = _recorder(ShardRecorder, spec), _recorder(ShardRecorder, spec)
     before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
     replicas = 2 if spec.sharing.replicated else 1
     with silent_group(spec.sharing.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
@@ -162,9 +163,8 @@ def copying_inputs(
     return patched(inputs_in_ram, "link_to", lambda device: link)
 
 
-def _settings(spec: StepSpec) -> dict[str, Any]:
-    """Of a recorder."""
-    return dict(
+def _recorder(kind: type[Recorder], spec: StepSpec) -> Recorder:
+    return kind(
         cuda=spec.device == "cuda",
         supervised=spec.supervised(spec.batch),
         eval_supervised=spec.eval_supervised,
@@ -256,7 +256,7 @@ def update_bytes(spec: StepSpec, elements: int) -> int:
         with unset_fake_temporarily():
             optimizer = make_optimizer(spec.optimizer, [vector])
         optimizer.state[vector] = optimizer_state(spec.optimizer, vector, spec.device)
-        recorder = SymbolicRecorder(**_settings(spec))
+        recorder = _recorder(SymbolicRecorder, spec)
         for value in (vector, vector.grad, *optimizer.state[vector].values()):
             if isinstance(value, torch.Tensor):
                 recorder.add(value, "optimizer")
@@ -300,14 +300,16 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
             handle.remove()
 
 
-def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu") -> dict[str, Any]:
+def make_batch(
+    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu"
+) -> dict[str, object]:
     """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
 
     Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences.
     """
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
-    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    batch: dict[str, object] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
     if spec.joined:
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
