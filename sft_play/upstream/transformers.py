@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sft_play.upstream.patching import lasting, patched
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -95,7 +98,7 @@ def undivided(model: Any) -> Sequence[str]:
     return model._no_split_modules or ()
 
 
-def types_apart(model: Any, dtype: object) -> dict[str, Any]:
+def types_apart(model: Any, dtype: "torch.dtype") -> dict[str, "torch.dtype"]:
     """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so.
 
     What makes this unnecessary: a public name (5.23 has none).
