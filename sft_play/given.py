@@ -30,7 +30,7 @@ def _names(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[st
             yield f"{above}{key}"
 
 
-def by_name(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(keywords: Mapping[str, object]) -> dict[str, object]:
     """Settings by dotted name, of keywords: `max_steps`, or with its section if several end so, `eval_limit`.
 
     Raises:
@@ -44,14 +44,14 @@ def by_name(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {_only(keyword, known): with_names(value) for keyword, value in keywords.items()}
 
 
-def with_names(value: Any) -> Any:
+def with_names(value: object) -> object:
     """The value, with module:function in place of functions in a list, as `eval.metrics` has them."""
     if not isinstance(value, list | tuple):
         return value
     return [_name_of(each) if callable(each) else each for each in value]
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     """The name by which a function is found again; ConfigError if it is not one of a module or script."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__name__", type(function).__name__)

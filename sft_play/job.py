@@ -222,7 +222,7 @@ def _command(job: Job) -> str:
     return make_command(target, resolved.path, resolved.overrides, **sizes)
 
 
-def environment_of(machine: Machine) -> dict[str, Any]:
+def environment_of(machine: Machine) -> dict[str, object]:
     """Versions and hardware, without what identifies one machine among others of its kind."""
     host = machine.host
     return {

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def _hash_part(path: Path, start: int) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, facts: dict[str, Any], entries: Entries) -> None:
+def write_manifest(folder: Path, facts: Mapping[str, object], entries: Entries) -> None:
     """Writes the manifest of a folder whose files have been flushed, and flushes it and the folder.
 
     The manifest has the `entries` of `hash_files` and, beside them, the JSON values of `facts`.
@@ -71,7 +71,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], entries: Entries) -> Non
         flush_to_disk(below)
 
 
-def _digest_of(tree: dict[str, Any]) -> str:
+def _digest_of(tree: Mapping[str, object]) -> str:
     content = {key: value for key, value in tree.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -117,7 +117,7 @@ def find_damage(
 
 
 @contextlib.contextmanager
-def replacing(target: Path, facts: dict[str, Any]) -> Iterator[Path]:
+def replacing(target: Path, facts: Mapping[str, object]) -> Iterator[Path]:
     """Yields an empty folder; once the block has filled it, it gets a manifest and replaces `target`.
 
     If the block fails or the process is killed, `target` stays as it was.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sft_play.units import AUTOCAST
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from sft_play.config.train import TrainConfig
 
 # Names in a plan's JSON, of the fields that have another one here.
@@ -252,7 +254,7 @@ PARTS: dict[str, type[Any]] = {
 }
 
 
-def flat(part: Any) -> dict[str, Any]:
+def flat(part: "DataclassInstance") -> dict[str, object]:
     """The fields of a part, by their names in a plan's JSON."""
     return {JSON_NAMES.get(name, name): value for name, value in asdict(part).items()}
 

@@ -155,9 +155,9 @@ class Plan:
         """Average rows per micro-batch, rounded up."""
         return -(-self.rows_per_step // (self.batch.accumulation * self.sharing.data_ranks))
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> dict[str, object]:
         """All of it but memory, reasons and alternatives, by the names of a plan's JSON."""
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for name, value in vars(self).items():
             values |= flat(value) if name in PARTS else {name: value}
         return {name: values[name] for name in values if name not in ("memory", "why", "alternatives")}

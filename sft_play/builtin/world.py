@@ -18,7 +18,7 @@ be read from the letter.
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -143,24 +143,38 @@ def diary_pages(seed: int, pages: int) -> list[str]:
     return texts
 
 
-def _orders(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def order_line(facts: Mapping[str, str]) -> str:
+    """The answer of the demo."""
+    return ANSWER.format_map(facts)
+
+
+def _orders(
+    rng: random.Random, pairs: Sequence[tuple[str, str]], answered: Callable[[Mapping[str, str]], str]
+) -> Iterator[tuple[str, str]]:
     """An endless stream of letters and answers without duplicates."""
     seen = set()
     while True:
         facts = _facts(rng, pairs)
-        letter, answer = rng.choice(ORDERS).format(**facts), ANSWER.format(**facts)
+        letter, answer = rng.choice(ORDERS).format(**facts), answered(facts)
         if answer not in seen:
             seen.add(answer)
             yield letter, answer
 
 
-def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
-    """Rows in the messages format: `rows` is the number of rows per split, "train" or a held-out one."""
+def order_rows(
+    seed: int, rows: dict[str, int], answered: Callable[[Mapping[str, str]], str] = order_line
+) -> dict[str, list[dict]]:
+    """Rows in the messages format, orders and what is `answered` to their facts.
+
+    `rows` is the number of rows per split, "train" or a held-out one.
+    """
     rng = random.Random(f"orders/{seed}")
     shuffled = rng.sample(PAIRS, len(PAIRS))
     held_out = shuffled[: len(PAIRS) // HELD_OUT_ONE_IN]
-    train = _orders(rng, shuffled[len(held_out) :])
-    others = _orders(rng, held_out)  # one stream for all held-out splits, so that they do not overlap
+    train = _orders(rng, shuffled[len(held_out) :], answered)
+    others = _orders(
+        rng, held_out, answered
+    )  # one stream for all held-out splits, so that they do not overlap
     splits: dict[str, list[dict]] = {}
     for split, count in rows.items():
         orders = itertools.islice(train if split == "train" else others, count)

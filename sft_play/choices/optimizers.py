@@ -3,7 +3,7 @@
 What makes an optimizer or its states imports torch when it is called.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -15,6 +15,8 @@ from sft_play.extras import install_command
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
+
+    State = Mapping[str, Tensor | int]  # of one parameter, by name
 
 EIGHT_BIT_BLOCK = 256  # bitsandbytes: values of an 8-bit optimizer state that share a scale
 EIGHT_BIT_FROM = 4096  # bitsandbytes: smaller tensors have 32-bit states
@@ -31,7 +33,7 @@ class Optimizer:
     name: str
     code: str  # module and class, as transformers takes it
     settings: dict[str, Any] = field(default_factory=dict)  # of the class; nothing is paged
-    state: Callable[["Optimizer", "Tensor", bool, bool], dict[str, Any]]  # as in `optimizer_state`
+    state: Callable[["Optimizer", "Tensor", bool, bool], "State"]  # as in `optimizer_state`
     says: str = ""  # in the reference, unless an earlier row has said it
     of_trainer: str = ""  # what transformers calls it; the same by default
     package: str | None = None  # that it needs besides torch and transformers; also its extra, if it has one
@@ -48,7 +50,7 @@ class Optimizer:
         return self.of_trainer or self.name
 
 
-def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
+def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> "State":
     """Two moments of the same shape, and a scalar for the step."""
     import torch
 
@@ -56,7 +58,7 @@ def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool
     return {"step": torch.zeros((), dtype=torch.float32), **moments}
 
 
-def _adafactor_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
+def _adafactor_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> "State":
     """Of [..., rows, columns], means over columns, [..., rows], and over rows, [..., columns].
 
     In fp32 for a 16-bit parameter too, since the gradient is cast first.
@@ -71,14 +73,14 @@ def _adafactor_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: 
     return {"step": 1, **squares, "RMS": torch.zeros((), dtype=torch.float32)}
 
 
-def _schedule_free_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
+def _schedule_free_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> "State":
     """One moment, and its own weights, of the same shape."""
     import torch
 
     return {name: torch.zeros_like(tensor) for name in ("z", "exp_avg_sq")}
 
 
-def _bitsandbytes_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> dict[str, Any]:
+def _bitsandbytes_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> "State":
     """In 8 bits, moments are bytes with scales. Paged ones are none of the memory that a GPU must have.
 
     Those of an embedding have 32 bits, since transformers makes bitsandbytes keep them so.
@@ -90,7 +92,7 @@ def _bitsandbytes_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embeddin
     eight_bit = row.bits == 8 and not embedding and count >= EIGHT_BIT_FROM
     dtype = torch.uint8 if eight_bit else torch.float32
     place = "meta" if paged else tensor.device  # on the meta device, nothing is allocated
-    state: dict[str, Any] = {"step": 1}
+    state: dict[str, Tensor | int] = {"step": 1}
     for number in range(1, row.moments + 1):
         state[f"state{number}"] = moment = torch.zeros(tensor.shape, dtype=dtype, device=place)
         moment.is_paged = paged  # type: ignore[attr-defined]  # bitsandbytes asks for it
@@ -183,7 +185,7 @@ def make_optimizer(name: str, parameters: Iterable["Tensor"]) -> "TorchOptimizer
     return optimizer
 
 
-def optimizer_state(name: str, tensor: "Tensor", device: str, *, embedding: bool = False) -> dict[str, Any]:
+def optimizer_state(name: str, tensor: "Tensor", device: str, *, embedding: bool = False) -> "State":
     """The optimizer's state for a parameter of any shape, on any device, in a run on "cuda" or "cpu"."""
     row = OPTIMIZERS[name]
     return row.state(row, tensor, device == "cuda", embedding)

@@ -91,9 +91,9 @@ def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | No
         return None
 
 
-def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) -> dict[str, Any]:
+def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) -> dict[str, float | None]:
     """Each metric over all answers, at least one: a mean, or that of the library for a corpus."""
-    found: dict[str, Any] = {"answered_rows": len(scores)}
+    found: dict[str, float | None] = {"answered_rows": len(scores)}
     for name in scores[0]:
         values = [value for each in scores if (value := each[name]) is not None]
         metric = METRICS.get(name)
@@ -114,7 +114,7 @@ def is_right(scores: Scores, names: Sequence[str]) -> bool | None:
     return next((value for value in values if isinstance(value, bool)), None)
 
 
-def as_written(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def as_written(scores: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
     """Scores as files have them: those of functions, which may have any name, under "own_metrics"."""
     functions = [name.rpartition(":")[2] for name in names if ":" in name]
     own = {name: scores[name] for name in functions if name in scores}

@@ -111,7 +111,7 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
             yield from (_first_row(config, *pair) for pair in opened)
         else:
             yield _hub_finding("data", given.key, given.path, None, "dataset")
-    for line in remark_lines(inventory(found)["remarks"], expected=False):
+    for line in remark_lines(inventory(found).remarks, expected=False):
         yield Finding(WARNING, "data", line)
 
 

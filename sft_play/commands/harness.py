@@ -175,7 +175,7 @@ def _explaining(options: Options, run: RunDir) -> Iterator[None]:
         ) from error
 
 
-def _scores(found: dict[str, Any], options: Options) -> dict[str, Any]:
+def _scores(found: dict[str, Any], options: Options) -> dict[str, dict[str, object]]:
     """Task with its settings -> metrics (value, standard error), number of rows, version of the task."""
     scores = {}
     for task, values in found["results"].items():

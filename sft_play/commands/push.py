@@ -3,7 +3,7 @@
 import json
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play.commands.merge import merged_folder
 from sft_play.config.schema import RunConfig
@@ -18,6 +18,10 @@ from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes
 from sft_play.upstream.huggingface_hub import is_network_error, limit_network, without_xet
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
 ADAPTER_SETTINGS = "adapter_config.json"
 PUBLISHED = (
@@ -116,7 +120,7 @@ def _upload(
     return f"{api.endpoint}/{repository}", private
 
 
-def _prepare(api: Any, repository: str, *, public: bool) -> bool:
+def _prepare(api: "HfApi", repository: str, *, public: bool) -> bool:
     """Makes the repository unless it exists; returns whether it is private."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -130,7 +134,7 @@ def _prepare(api: Any, repository: str, *, public: bool) -> bool:
     return private
 
 
-def _refusal(error: Any) -> str:
+def _refusal(error: "HfHubHTTPError") -> str:
     status = error.response.status_code
     said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
     reasons = {

@@ -171,8 +171,8 @@ def require_packages(config: RunConfig) -> None:
         raise ConfigError("\n".join(lacking) + ", or change the setting")
 
 
-def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
-    """Trains, here or in several processes; returns the summary.
+def train_job(job: Job, link: Link | None = None) -> None:
+    """Trains, here or in several processes, which write the summary.
 
     If memory runs out in the middle, goes on from the last checkpoint with a smaller plan, on one machine and
     at most MOST_RECOVERIES times. `link` connects to the launchers on the other machines.
@@ -184,11 +184,12 @@ def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
     while True:
         try:
             if job.plan.sharing.world_size == 1:
-                summary = train_alone(job)
+                train_alone(job)
             else:
                 launch_ranks(job, link)
-                summary = read_json(job.run.summary)
-            return update_summary(job.run, out_of_memory=said) if said else summary
+            if said:
+                update_summary(job.run, out_of_memory=said)
+            return
         except OutOfMemory as error:
             if link or len(said) == MOST_RECOVERIES:
                 raise
@@ -210,19 +211,19 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
 
 
-def train_alone(job: Job) -> dict[str, Any]:
+def train_alone(job: Job) -> None:
     """Trains in this process, which is the only one."""
     with importing_libraries():
         from sft_play.train.ranks import process_group
     with process_group(job):
-        return train_here(job)
+        train_here(job)
 
 
-def train_here(job: Job) -> dict[str, Any]:
+def train_here(job: Job) -> None:
     """Trains in this process, alone or as one of several."""
     with importing_libraries():
         from sft_play.train.run import train
-    return train(job)
+    train(job)
 
 
 def launch_ranks(job: Job, link: Link | None = None, *, flags: Sequence[str] = ()) -> None:

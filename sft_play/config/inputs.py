@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 
 from sft_play.config.data import DataConfig, Streaming
 
-BUILTIN = "builtin:"  # at the start of the names of data and models that are made here
+BUILTIN = "builtin:"  # at the start of the names of data and models that are made here, or downloaded
 # Folders that builtin/demo.py makes in the cache, before a hash -> the names that people ask for them by.
-BUILTINS = {"demo-data": "builtin:demo", "demo-model": "builtin:demo", "tiny": "builtin:tiny"}
+BUILTINS = {
+    "demo-data": "builtin:demo",
+    "demo-model": "builtin:demo",
+    "tiny": "builtin:tiny",
+    "replies-data": "builtin:replies",
+    "smollm2-135m": "builtin:smollm2-135m",
+}
 BUILTIN_FOLDER = re.compile(rf"/builtin/({'|'.join(BUILTINS)})-[0-9a-f]{{24}}(?:/|$)")
 
 

@@ -170,9 +170,9 @@ def _leave_out_removed(tree: dict) -> None:
             del found[key]
 
 
-def _leaves(tree: dict, above: tuple = ()) -> dict[str, Any]:
+def _leaves(tree: dict, above: tuple = ()) -> dict[str, object]:
     """The settings in a tree of sections, by dotted name."""
-    flat = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         path = (*above, key)
         if isinstance(value, dict) and _section_at(path):

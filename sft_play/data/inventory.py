@@ -1,6 +1,7 @@
 """What the data paths of a run turned out to be: the files that were read for each split, and the others."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.inputs import DataInput, asked_name
@@ -12,13 +13,22 @@ UNUSED = "not used: no setting names these splits"
 EXPECTED = (ABOUT, UNUSED)  # remarks that nobody needs a warning of
 
 
-def inventory(opened: Sequence[tuple[DataInput, Source]]) -> dict[str, Any]:
-    """As JSON: `inputs`, each with its split and files, and `remarks` on what was not read.
+@dataclass(frozen=True)
+class Inventory:
+    """The files of a run's data, as data.json has them.
 
     An input has split, path, `of` (the name of the split in its folder or dataset, "" if it has none) and the
-    files of a folder; remarks are {path: {remark: names}}.
+    `files` of a folder.
     """
-    inputs, remarks = [], {}
+
+    inputs: list[dict[str, object]]
+    remarks: dict[str, dict[str, list[str]]]  # on what was not read: path -> remark -> names
+
+
+def inventory(opened: Sequence[tuple[DataInput, Source]]) -> Inventory:
+    """What was read of these, and what was not."""
+    inputs: list[dict[str, object]] = []
+    remarks = {}
     for given, source in opened:
         names = [str(file.relative_to(source.folder)) for file in source.files if source.folder]
         inputs.append({"split": given.split, "path": source.path, "of": source.split, "files": names})
@@ -27,7 +37,7 @@ def inventory(opened: Sequence[tuple[DataInput, Source]]) -> dict[str, Any]:
         said = {what: list(found) for what, found in source.remarks.items()}
         if said or unused:
             remarks[str(source.folder or source.path)] = said | ({UNUSED: unused} if unused else {})
-    return {"inputs": inputs, "remarks": remarks}
+    return Inventory(inputs, remarks)
 
 
 def input_lines(inputs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

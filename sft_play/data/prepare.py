@@ -21,7 +21,7 @@ from sft_play.data import bad_rows, store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat, with_control_tokens
 from sft_play.data.folders import TEXT_SUFFIXES
-from sft_play.data.inventory import inventory, remark_lines
+from sft_play.data.inventory import Inventory, inventory, remark_lines
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source, fingerprint, open_inputs
@@ -137,7 +137,7 @@ def prepare(
     fingerprints = [fingerprint(source) for source in sources]
     key = _cache_key(config, tokenizer, max_tokens, dated, inputs, [digest for digest, _ in fingerprints])
 
-    def make(folder: Path) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, object]:
         started = time.perf_counter()
         tasks, parts = [], []
         for given, source in opened:
@@ -323,10 +323,10 @@ def _encode(
     )
 
 
-def _load(config: RunConfig, folder: Path, found: dict[str, Any]) -> PreparedData:
+def _load(config: RunConfig, folder: Path, found: Inventory) -> PreparedData:
     import datasets
 
-    stats = read_manifest(folder)["stats"] | found
+    stats = read_manifest(folder)["stats"] | vars(found)
     dropped = bad_rows.dropped_lines(folder, stats)
     stats["warnings"] = [*remark_lines(stats["remarks"], expected=False), *dropped, *stats["warnings"]]
     longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])

@@ -230,7 +230,7 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
     return tallies
 
 
-def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
+def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, object]:
     counts = sum((tally.counts for tally in tallies), Counter[str]())
     conversations = sum(int(one.mask.sum()) for one in chosen)
     names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts")
@@ -245,7 +245,7 @@ def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[st
     }
 
 
-def histogram(lengths: np.ndarray) -> dict[str, Any]:
+def histogram(lengths: np.ndarray) -> dict[str, int | list[int]]:
     """How many rows have how many tokens, from the tokens of rows, [rows], at least one.
 
     Returns:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def content_key(parts: dict[str, Any]) -> str:
 
 
 def build(
-    folder: Path, make: Callable[[Path], dict[str, Any]], *, announce: bool = True, hashes: bool = True
+    folder: Path, make: Callable[[Path], Mapping[str, object]], *, announce: bool = True, hashes: bool = True
 ) -> None:
     """Has `make` fill a temporary folder, which becomes `folder`, unless that is complete already.
 

@@ -20,11 +20,14 @@ from sft_play.timeline import Step
 from sft_play.work import IN_RAM, TRANSFER, Work
 
 if TYPE_CHECKING:
+    from torch import Tensor, dtype
+    from torch.nn import Module
+
     from sft_play.engines.state import Load, StateOf
 
 
 FP32 = 4  # bytes
-NOTHING_CAST: Mapping[str, Any] = {}
+NOTHING_CAST: Mapping[str, "dtype"] = {}
 FILE_OF_RANK = re.compile(r"(?:rng_state_|optimizer_shard_|zero_pp_rank_)(\d+)")  # that each process writes
 
 
@@ -133,7 +136,7 @@ class Engine(Traits):
             model: as the engine wrapped it, or not wrapped.
         """
 
-    def backward_arguments(self) -> dict[str, Any]:
+    def backward_arguments(self) -> dict[str, bool]:
         """For the backward pass of a loss that is divided by the number of micro-batches already."""
         return {}
 
@@ -207,7 +210,9 @@ class Engine(Traits):
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Adds what each machine needs in a folder of its own, if machines share no disk."""
 
-    def full_weights(self, model: Any, types: Mapping[str, Any] = NOTHING_CAST) -> dict[str, Any] | None:
+    def full_weights(
+        self, model: "Module", types: Mapping[str, "dtype"] = NOTHING_CAST
+    ) -> dict[str, "Tensor"] | None:
         """The weights to save, gathered on the first process; all processes call it.
 
         Args:

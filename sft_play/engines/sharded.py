@@ -10,6 +10,9 @@ from sft_play.plan import Plan
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
 if TYPE_CHECKING:
+    from torch import Tensor, dtype
+    from torch.nn import Module
+
     from sft_play.engines.state import Load, StateOf
 
 
@@ -50,7 +53,9 @@ class Sharded(Engine):
                 self.torch_half().set_weight(parameter, weight_of(name))
         return True
 
-    def full_weights(self, model: Any, types: Mapping[str, Any] = NOTHING_CAST) -> dict[str, Any] | None:
+    def full_weights(
+        self, model: "Module", types: Mapping[str, "dtype"] = NOTHING_CAST
+    ) -> dict[str, "Tensor"] | None:
         """Gathered tensor by tensor (`engines.whole`)."""
         from sft_play.engines.whole import whole_weights
 

@@ -44,7 +44,7 @@ class Zero(Engine):
         if hasattr(model, "destroy"):
             let_go(model)
 
-    def backward_arguments(self) -> dict[str, Any]:
+    def backward_arguments(self) -> dict[str, bool]:
         """DeepSpeed would divide by the number of micro-batches once more."""
         return {"scale_wrt_gas": False}
 

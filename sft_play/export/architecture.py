@@ -5,11 +5,14 @@ What llama.cpp would take from its own tables instead of the file is compared he
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from sft_play.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 ROPE_TYPES = ("default", "linear", "yarn")
 
@@ -114,7 +117,7 @@ def head_size(text: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def describe(writer: Any, text: PretrainedConfig) -> None:
+def describe(writer: "GGUFWriter", text: PretrainedConfig) -> None:
     """Writes the sizes of a model into a GGUF writer."""
     writer.add_vocab_size(text.vocab_size)
     writer.add_context_length(text.max_position_embeddings)
@@ -136,7 +139,7 @@ def describe(writer: Any, text: PretrainedConfig) -> None:
             writer.add_final_logit_softcapping(text.final_logit_softcapping)
 
 
-def _describe_rope(writer: Any, text: PretrainedConfig) -> None:
+def _describe_rope(writer: "GGUFWriter", text: PretrainedConfig) -> None:
     from gguf import RopeScalingType
 
     settings = rope_settings(text)

@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from sft_play.export import architecture, vocabulary, weights
 from sft_play.ui.progress import progress_bar
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -69,7 +72,7 @@ def _tensors(folder: weights.ModelFolder, source: Source, wanted: str) -> list[w
     return weights.stored_tensors(folder, family, text, wanted)
 
 
-def _describe(writer: Any, source: Source, wanted: str) -> None:
+def _describe(writer: "GGUFWriter", source: Source, wanted: str) -> None:
     """Everything that the file says before its tensors."""
     from gguf import GGML_QUANT_VERSION, GGUFType, LlamaFileType
 

@@ -7,13 +7,16 @@ tokens.
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.template import render_example
 from sft_play.errors import ConfigError
 from sft_play.model.generation import end_of_turn_id
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -166,7 +169,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> Beginning:
     return Beginning(of_text, bos is not None and chat.startswith(str(tokenizer.bos_token)))
 
 
-def describe(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int, *, adds_bos: bool) -> None:
+def describe(writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, size: int, *, adds_bos: bool) -> None:
     """Writes the tokenizer into a GGUF writer, as the model was trained with it.
 
     Args:

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ LARGEST_MACHINE = 8  # GPUs; more are on several machines
 GENERIC_WORDS = {
     "nvidia", "geforce", "tesla", "rtx", "generation", "edition", "graphics", "gpu", "card", "tensor", "core"
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specs:
+    """A model of GPU, as configs/hardware.yaml has it, which says what the fields mean; None is unknown."""
+
+    name: str
+    memory_mib: int | None
+    compute_capability: str
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+    matmul_tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    link: str | None = None
+    bridge: str | None = None
+    host_link: str | None = None
+    network_gb_s: float | None = None
 
 
 def model_words(name: str) -> frozenset[str]:
@@ -39,16 +57,17 @@ def read_shipped(file: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def _specs() -> dict[frozenset[str], dict[str, Any]]:
-    specs = {}
+def _specs() -> dict[frozenset[str], Specs]:
+    specs, known = {}, {field.name for field in fields(Specs)}
     for entry in read_shipped(SPECS_FILE)["gpus"]:
-        for name in (entry["name"], *entry.get("aliases", ())):
-            specs[model_words(name)] = entry
+        found = Specs(**{key: value for key, value in entry.items() if key in known})
+        for name in (found.name, *entry.get("aliases", ())):
+            specs[model_words(name)] = found
     return specs
 
 
-def find_specs(name: str) -> dict[str, Any] | None:
-    """The entry of configs/hardware.yaml for a driver's device string or a common name, or None.
+def find_specs(name: str) -> Specs | None:
+    """What configs/hardware.yaml has for a driver's device string or a common name, or None.
 
     Whole words must match, so "NVIDIA RTX A1000" is not taken for an A100. A size such as "24GB" may follow
     if it is correct.
@@ -56,25 +75,15 @@ def find_specs(name: str) -> dict[str, Any] | None:
     words = model_words(name)
     sizes = {word for word in words if re.fullmatch(r"\d+gb", word)}
     entry = _specs().get(words)
-    if entry is None and len(sizes) == 1 and (bare := _specs().get(words - sizes)) and bare["memory_mib"]:
+    if entry is None and len(sizes) == 1 and (bare := _specs().get(words - sizes)) and bare.memory_mib:
         gib = int(next(iter(sizes)).removesuffix("gb"))
-        entry = bare if round(bare["memory_mib"] / 1024) in (gib, gib - 1) else None
+        entry = bare if round(bare.memory_mib / 1024) in (gib, gib - 1) else None
     return entry
 
 
 def known_gpus() -> list[str]:
     """The GPUs that can be planned for: those whose memory is known, by the names that drivers report."""
     return [entry["name"] for entry in read_shipped(SPECS_FILE)["gpus"] if entry["memory_mib"]]
-
-
-def speed_of(specs: dict[str, Any]) -> dict[str, Any]:
-    """TFLOP/s, memory bandwidth and link to RAM of an entry, as fields of `Gpu`; None if unknown."""
-    return {
-        "tflops": specs.get("bf16_tflops") or specs.get("fp16_tflops"),
-        "matmul_tflops": specs.get("matmul_tflops"),
-        "bandwidth_gb_s": specs.get("bandwidth_gb_s"),
-        "host_link": specs.get("host_link"),
-    }
 
 
 def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> float | None:
@@ -105,5 +114,5 @@ def nearest_names(name: str, limit: int = 4) -> list[str]:
         pair = " ".join(sorted(wanted)), " ".join(sorted(words))
         return len(words & wanted), difflib.SequenceMatcher(None, *pair).ratio()
 
-    names = dict.fromkeys(entry["name"] for entry in _specs().values())
+    names = dict.fromkeys(specs.name for specs in _specs().values())
     return sorted(names, key=similarity, reverse=True)[:limit]

@@ -18,10 +18,10 @@ from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import (
     LARGEST_MACHINE,
     SPECS_FILE,
+    Specs,
     find_specs,
     link_speed,
     nearest_names,
-    speed_of,
 )
 from sft_play.machine.host import Host, detect_host
 from sft_play.spelling import as_typed
@@ -196,7 +196,7 @@ def _gpu(nvml: ModuleType, index: int, handle: object, mig: bool) -> Gpu:
     others = {process.pid: process for process in _processes(nvml, handle)}
     ours = others.pop(os.getpid(), None)
     specs = None if mig else find_specs(name)  # a MIG instance has a fraction of the speed
-    return Gpu(
+    gpu = Gpu(
         index=index,
         name=name,
         uuid=_ask(nvml, "nvmlDeviceGetUUID", handle),
@@ -207,7 +207,17 @@ def _gpu(nvml: ModuleType, index: int, handle: object, mig: bool) -> Gpu:
         link=_link(nvml, parent),
         processes=tuple(others.values()),
         own_bytes=getattr(ours, "used_bytes", None),
-        **speed_of(specs or {}),
+    )
+    return _with_speed(gpu, specs) if specs else gpu
+
+
+def _with_speed(gpu: Gpu, specs: Specs) -> Gpu:
+    return replace(
+        gpu,
+        tflops=specs.bf16_tflops or specs.fp16_tflops,
+        matmul_tflops=specs.matmul_tflops,
+        bandwidth_gb_s=specs.bandwidth_gb_s,
+        host_link=specs.host_link,
     )
 
 
@@ -252,28 +262,25 @@ def what_if(name: str, count: int = 1) -> Machine:
     if specs is None:
         closest = ", ".join(nearest_names(name))
         raise ConfigError(f'GPU="{name}" is unknown; closest: {closest}. All names: {SPECS_FILE}')
-    if specs["memory_mib"] is None:
+    if specs.memory_mib is None:
         raise ConfigError(
             f'the memory size of GPU="{name}" is not known; add memory_mib, as the driver reports it, to '
             f"{SPECS_FILE}"
         )
-    major, minor = specs["compute_capability"].split(".")
-    memory = specs["memory_mib"] * MIB
-    gpus = tuple(
-        Gpu(
-            index=index,
-            name=specs["name"],
-            total_bytes=memory,
-            free_bytes=memory,
-            compute_capability=(int(major), int(minor)),
-            link=specs.get("link"),
-            bridge=specs.get("bridge"),
-            network_gb_s=specs.get("network_gb_s"),
-            **speed_of(specs),
-        )
-        for index in range(min(count, LARGEST_MACHINE))
+    major, minor = specs.compute_capability.split(".")
+    memory = specs.memory_mib * MIB
+    gpu = Gpu(
+        index=0,
+        name=specs.name,
+        total_bytes=memory,
+        free_bytes=memory,
+        compute_capability=(int(major), int(minor)),
+        link=specs.link,
+        bridge=specs.bridge,
+        network_gb_s=specs.network_gb_s,
     )
-    return Machine(gpus=gpus, note="", host=detect_host(), what_if=True)
+    alone = Machine(gpus=(_with_speed(gpu, specs),), note="", host=detect_host(), what_if=True)
+    return with_gpus(alone, count)
 
 
 def with_gpus(machine: Machine, count: int) -> Machine:
@@ -305,7 +312,7 @@ def memory_report(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _gpu_report(gpu: Gpu) -> dict[str, Any]:
+def _gpu_report(gpu: Gpu) -> dict[str, object]:
     return {
         "index": gpu.index,
         "name": gpu.name,

@@ -27,7 +27,7 @@ def price_of(gpu: str) -> float | None:
     """
     prices = {name: price for file in price_files() for name, price in _read(file).items()}
     specs = find_specs(gpu)
-    return prices.get(specs["name"]) if specs else None
+    return prices.get(specs.name) if specs else None
 
 
 def _read(file: Path) -> dict[str, float]:
@@ -55,9 +55,9 @@ def _read(file: Path) -> dict[str, float]:
         if (specs := find_specs(gpu)) is None:
             closest = ", ".join(nearest_names(gpu))
             raise ConfigError(f'{where}: GPU "{gpu}" is unknown; closest: {closest}. All names: {SPECS_FILE}')
-        if specs["name"] in found:
+        if specs.name in found:
             raise ConfigError(f"{where}: {gpu} has a price further up; keep one")
-        found[specs["name"]] = _price(value, f"{where}: {gpu}")
+        found[specs.name] = _price(value, f"{where}: {gpu}")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def hub_arguments(model: ModelConfig) -> dict[str, Any]:
+def hub_arguments(model: ModelConfig) -> dict[str, str | bool | None]:
     """What every `from_pretrained` is called with.
 
     Raises:

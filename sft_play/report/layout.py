@@ -68,8 +68,8 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
 
 
 def stopped(what: str, command: str) -> RenderableType:
-    """The last lines of a plan that was interrupted: what had been done, and what goes on from there."""
-    said = f"Stopped: {what}. What was found is kept; the same command goes on from there."
+    """The last lines of a plan that was interrupted: what had been done, and what continues from there."""
+    said = f"Stopped: {what}. What was found is kept; the same command continues from there."
     return Group(Words(said), ending({}, [command]))
 
 

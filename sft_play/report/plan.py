@@ -199,7 +199,10 @@ def plan_lines(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -
     lines.append(("memory", said))
     if host := memory.get("host"):
         lines.append(("RAM", f"{format_bytes(host['needed_bytes'])} of the machine, predicted"))
-    lines += [("time", words.text.plain) for words in _time(plan)]
+    time = [words.text.plain for words in _time(plan)]
+    if not time and plan["device"] == "cuda":
+        time = ["n/a: no data sheet of this GPU is in the catalogue"]
+    lines += [("time", said) for said in time]
     if hours := plan.get("gpu_hours"):
         price = plan.get("cost")
         cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"

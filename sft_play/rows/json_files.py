@@ -78,13 +78,13 @@ def _decoder(notes: Counter[str]) -> json.JSONDecoder:
     return decoder(lambda name: as_null(name, notes))
 
 
-def _object(value: object, where: str) -> dict[str, Any]:
+def _object(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {kind_of(value)}")
     return value
 
 
-def _of_value(value: Any, file: str, line: int) -> Row:
+def _of_value(value: object, file: str, line: int) -> Row:
     row = Row({}, file, line)
     if isinstance(value, dict):
         return replace(row, data=value)
@@ -145,8 +145,8 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
         return
     with _json_errors(file, str(file)):
         value = _object(require_shallow(_decoder(notes).decode(text), text), f"{file}:1")
-    rows = value["data"] if isinstance(value.get("data"), list) else [value]
-    for number, row in enumerate(rows, 1):
+    wrapped = value.get("data")
+    for number, row in enumerate(wrapped if isinstance(wrapped, list) else [value], 1):
         yield _of_value(row, str(file), number)
 
 

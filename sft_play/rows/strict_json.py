@@ -60,7 +60,7 @@ def _is_deep(value: object) -> bool:
     return any(isinstance(item, (dict, list)) for item in level)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
         counts = Counter(key for key, _ in pairs)

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -212,7 +211,7 @@ def delete_old(run: RunDir, keep: int, best: Path | None) -> None:
 class CheckpointWriter:
     """Publishes the checkpoints of a run. All ranks call its methods together."""
 
-    def __init__(self, job: Job, settings: dict[str, Any]) -> None:
+    def __init__(self, job: Job, settings: dict[str, object]) -> None:
         """`settings`: what decides the result of the run, which a resume compares (resume.py)."""
         self._job, self._engine = job, engine_of(job.plan.sharing.engine)
         self._facts = {

@@ -196,12 +196,12 @@ class _Turns(TrainerCallback):
         self.seconds: tuple[list[float], list[float]] = ([], [])
         self.values: tuple[list[tuple[float, float]], ...] = ([], [])
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
         switch(self.sides[self.steps % 2])
         torch.manual_seed(0)  # of dropout
         self.began = now(self.device)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
         self.seconds[self.steps % 2].append(now(self.device) - self.began)
         self.steps += 1
 

@@ -34,7 +34,7 @@ class SkippedSteps:
         self._skipped_in_window += not finite
         self.total += not finite
 
-    def corrected(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def corrected(self, logs: dict[str, float]) -> dict[str, float]:
         """The record with the mean loss of the steps that were not skipped, and without infinite values."""
         if "loss" not in logs:
             return logs

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sft_play.errors import DoesNotFitError, OutOfMemory, first_line
 from sft_play.job import Job, plan_again, takes_less
@@ -173,7 +172,9 @@ class StopOnSignal(TrainerCallback):
         """Installs the signal handlers."""
         self.handlers.enter_context(handling(self.SIGNALS, self._on_signal))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
         self._stepped = True
         if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:

@@ -136,13 +136,13 @@ ROWS = tuple(f"data.{split}_path" for split in SPLITS)  # compared by a hash
 FIXED = ("model.name", "model.new_tokens", "tuning.", "train.optimizer", "train.weight_decay")
 
 
-def settings_of(job: Job) -> dict[str, Any]:
+def settings_of(job: Job) -> dict[str, object]:
     """What decides the result of a run, by the setting that changes it; rows are there as their hash.
 
     How a step is cut, the engine, intervals and paths do not decide it.
     """
     config, plan = job.config, job.plan
-    tuning: dict[str, Any] = {"tuning.mode": config.tuning.mode}
+    tuning: dict[str, object] = {"tuning.mode": config.tuning.mode}
     if config.tuning.mode != "full":
         tuning |= {f"tuning.lora.{name}": value for name, value in config.tuning.lora.model_dump().items()}
         if config.tuning.lora.init != "default":  # computed again, with the numbers of such a device

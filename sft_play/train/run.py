@@ -135,9 +135,9 @@ def remember_memory(session: Session, run: ProbeResult) -> None:
         write_run_memory(correction_path(job, job.plan), job.plan, run)
 
 
-def data_counts(data: PreparedData) -> dict[str, Any]:
+def data_counts(data: PreparedData) -> dict[str, object]:
     """Counts of each split, and the fingerprint of the tokenized rows."""
-    counts: dict[str, Any] = {"fingerprint": data.fingerprint}
+    counts: dict[str, object] = {"fingerprint": data.fingerprint}
     for split in SPLITS:
         found, shown = data.stats[split], ("rows", "tokens", "supervised_tokens")
         counts[split] = {key: found[key] for key in shown} if found else None
@@ -160,7 +160,9 @@ def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     return found
 
 
-def before_and_after(run: RunDir, state: TrainerState, saved: Saved | None) -> dict[str, Any]:
+def before_and_after(
+    run: RunDir, state: TrainerState, saved: Saved | None
+) -> dict[str, dict[str, float] | None]:
     """The scores of the validation rows, the later ones of the weights that were saved; None if unknown."""
     found = evaluations_by_step(run)  # also those from before an interruption
     scores = saved.scores if saved else None
@@ -177,7 +179,7 @@ def measured_ram(session: Session) -> int | None:
     return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.sharing.machines
 
 
-def predicted_step(plan: Plan) -> dict[str, Any]:
+def predicted_step(plan: Plan) -> dict[str, float | str | None]:
     """What was known of the seconds of a step, and what turned out to be wrong."""
     return {
         "predicted_step_seconds": plan.step_seconds,

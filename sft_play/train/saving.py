@@ -44,7 +44,7 @@ class Saved:
     scores: dict[str, float] | None = None  # of what was rounded, on the validation rows
 
 
-def facts_of_weights(session: Session, saved: Saved | None) -> dict[str, Any]:
+def facts_of_weights(session: Session, saved: Saved | None) -> dict[str, object]:
     """For summary.json: whether weights were saved, in which type, and the `unknown_stops` of an adapter."""
     job, trainer = session.job, session.trainer
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -123,7 +123,7 @@ def _round(model: torch.nn.Module, types: Types) -> bool:
     return changed
 
 
-def _write(session: Session, model: Any, weights: dict[str, Any] | None, dtype: str | None) -> None:
+def _write(session: Session, model: Any, weights: dict[str, torch.Tensor] | None, dtype: str | None) -> None:
     """Writes the folder of the run's weights; `dtype` if it is another one than in memory."""
     trainer, job = session.trainer, session.job
     facts = {

@@ -305,7 +305,7 @@ def warmup_steps(ratio: float, total_steps: int) -> int:
     return min(math.ceil(ratio * total_steps), total_steps - 1)
 
 
-def schedule_settings(train: TrainConfig, total_steps: int) -> dict[str, Any]:
+def schedule_settings(train: TrainConfig, total_steps: int) -> dict[str, int | str]:
     """What the schedule needs beyond the warmup, as transformers names it."""
     if train.lr_schedule != "warmup_stable_decay":
         return {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import patch_environment
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import (
     MLflowCallback,
     TensorBoardCallback,
@@ -56,7 +56,7 @@ PLAN_COMPARED = (
 )
 
 
-def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
+def grouped(logs: Mapping[str, float]) -> dict[str, float]:
     """The names under which a record of the trainer is shown: "train/loss", "eval/loss", "speed/mfu"."""
     evaluated = any(name.startswith(EVAL) for name in logs)
     found = {}
@@ -104,7 +104,7 @@ class _OfRun:
 class Wandb(_OfRun, WandbCallback):
     """The library's callback, for which a resumed run is the same run."""
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Begins or continues the run, unless WANDB_RUN_ID says which one it is."""
         begins = state.is_world_process_zero and self._wandb.run is None
         if begins and "WANDB_RUN_ID" not in os.environ:
@@ -118,7 +118,7 @@ class Wandb(_OfRun, WandbCallback):
 class MLflow(_OfRun, MLflowCallback):
     """The library's callback, with our groups, for which a resumed run is the same run."""
 
-    def setup(self, args: Any, state: TrainerState, model: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Begins or continues the run, unless MLFLOW_RUN_ID says which one it is."""
         known = kept_id(self._run, "mlflow", state)
         if not state.is_world_process_zero or "MLFLOW_RUN_ID" in os.environ:
@@ -141,7 +141,12 @@ class MLflow(_OfRun, MLflowCallback):
         return True
 
     def on_log(  # type: ignore[override]
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
     ) -> None:
         """Logs a record."""
         super().on_log(args, state, control, grouped(logs), **kwargs)
@@ -153,7 +158,7 @@ class Trackio(_OfRun, TrackioCallback):
     trackio knows runs by their names.
     """
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Begins or continues the run."""
         if not state.is_world_process_zero:
             return super().setup(args, state, model, **kwargs)

@@ -303,7 +303,7 @@ class PlannedTrainer(SFTTrainer):
 
         With ZeRO-2 the library would clone each tensor, and so save tied weights twice.
         """
-        weights = self._engine.full_weights(self.model)
+        weights = self._engine.full_weights(self.model)  # type: ignore[arg-type]
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
 

@@ -237,7 +237,7 @@ def check_divided(model: PreTrainedModel, part: Part, device: torch.device) -> N
         )
 
 
-def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _on(batch: dict[str, object], device: torch.device) -> dict[str, object]:
     return {
         key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
     }

@@ -129,7 +129,7 @@ class Screen(Console):
         """As in rich, of the visible text."""
         return super().render_str(visible(text), **settings)
 
-    def print(self, *objects: Any, **settings: Any) -> None:
+    def print(self, *objects: object, **settings: Any) -> None:
         """As in rich, but text is broken between words alone, unless `end` continues the line."""
         if settings.get("end", "\n") == "\n":
             settings |= {"soft_wrap": False, "crop": False}

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play.upstream.patching import lasting, patched
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def undivided(model: Any) -> Sequence[str]:
     return model._no_split_modules or ()
 
 
-def types_apart(model: Any, dtype: object) -> dict[str, Any]:
+def types_apart(model: Any, dtype: "torch.dtype") -> dict[str, "torch.dtype"]:
     """The types of weights, by pattern of name, that a model has other than `dtype` when it is loaded so."""
     return model._get_dtype_plan(dtype)
 

@@ -63,9 +63,9 @@ def goes_on_as_if_nothing_had_happened(model: Path, folder: Path, fail, **settin
     assert before["out_of_memory"] == []
     fail()
     job = make_job(model, folder, "one", **settings)
-    summary = train_job(job)
+    train_job(job)
+    summary = read_json(job.run.summary)
     assert_same_result(job, clean)
-    assert summary == read_json(job.run.summary)
     assert summary["effective_batch_size"] == before["effective_batch_size"]
     plan = Plan.from_json(read_json(job.run.plan))
     assert plan.batch.micro == summary["micro_batch_size"]
@@ -168,7 +168,8 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
     train(clean)
     fault("forward", 2 * 16 + 5)  # a row of step 3
     job = make_job(tiny_model, tmp_path, "one", **settings)
-    summary = train_job(job)
+    train_job(job)
+    summary = read_json(job.run.summary)
     assert_same_result(job, clean)
     plan = Plan.from_json(read_json(job.run.plan))
     assert plan.activations.recomputes

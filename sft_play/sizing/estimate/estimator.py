@@ -24,19 +24,18 @@ from sft_play.sizing.estimate import memory
 from sft_play.sizing.estimate.budget import DeviceBudget
 from sft_play.sizing.estimate.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.estimate.micro_batches import anywhere, heaviest, with_held
+from sft_play.sizing.estimate.mixed_step import mixed_step
 from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.facts.model_facts import require_packable
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace.files import load_trace, save_trace
-from sft_play.sizing.trace.layers import fewest_apart, stand_ins_of, standing_for
 from sft_play.timeline import LayersDiffer, Step, StepTrace
 from sft_play.work import Work, WorkLine, mixed
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2
 
-StandIns = tuple[int, ...]  # as in `StepTrace`
 Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
 
 _SHARED: dict[str, "Traces"] = {}
@@ -170,42 +169,36 @@ class Traces:
         spec = self._on_device(spec)
         if not spec.activations.apart:
             return self._step_of(spec)
-        kinds = self.architecture.modules.layer_kinds
-        if not kinds or self._all_layers.get(spec.sharing.divided):
-            raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
-        fewest = spec.activations.with_apart(fewest_apart(kinds, spec.activations.apart))
-        alike = replace(spec, activations=fewest)
+        ways = spec.activations.uniform, Activations()
+        recomputed, kept = (self._step_of(replace(spec, activations=way)) for way in ways)
         try:
-            return self._step_of(alike, stand_ins_of(kinds, spec.activations.apart))
+            return mixed_step(recomputed, kept, spec.activations.apart)
         except LayersDiffer as error:
-            raise UntraceableModel(f"its layers differ: {error}") from error
+            raise UntraceableModel(f"its layers cannot be mixed: {error}") from error
 
-    def _step_of(self, spec: StepSpec, stand_ins: StandIns = ()) -> Step:
-        """The step, of a model whose layers are represented like this if that is said."""
+    def _step_of(self, spec: StepSpec) -> Step:
+        """The step, whose layers are all treated alike."""
         if spec.lengths or spec.eval_lengths or not spec.is_linear:
-            return self._stood(spec, stand_ins)
+            return self._traced(spec).step
         alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.tiles != spec.tiles:
-            return self._step(spec, stand_ins)
+            return self._step(spec)
         # An evaluation batch of joined rows grows as the micro-batch does.
-        self._step(alike, stand_ins)
+        self._step(alike)
         share = spec.supervised_share if spec.eval_share is None else spec.eval_share
         evaluated = replace(alike, batch=spec.eval_batch, supervised_share=share)
-        return self._derived(alike, evaluated, stand_ins) or self._stood(spec, stand_ins)
+        return self._derived(alike, evaluated) or self._traced(spec).step
 
     def _on_device(self, spec: StepSpec) -> StepSpec:
         return spec.on_this_cpu(self._threads) if spec.device == "cpu" else spec
 
-    def _step(self, spec: StepSpec, stand_ins: StandIns) -> Step:
+    def _step(self, spec: StepSpec) -> Step:
         known = self._known(spec)
         if not known or size_of(spec) in known or spec.batch.size < SMALLEST:
-            return self._stood(spec, stand_ins)
-        return self._derived(spec, spec, stand_ins) or self._stood(spec, stand_ins)
+            return self._traced(spec).step
+        return self._derived(spec, spec) or self._traced(spec).step
 
-    def _stood(self, spec: StepSpec, stand_ins: StandIns) -> Step:
-        return standing_for(self._traced(spec), stand_ins).step
-
-    def _derived(self, spec: StepSpec, evaluated: StepSpec, stand_ins: StandIns) -> Step | None:
+    def _derived(self, spec: StepSpec, evaluated: StepSpec) -> Step | None:
         """The step, with the evaluation of another one, as other traces give it; None if they do not."""
         known = self._known(spec)
         plane = evaluated.supervised_share != spec.supervised_share
@@ -213,8 +206,7 @@ class Traces:
         if not found:
             return None
         counts = [counts_of(of_size(spec, size)) for size in found]
-        traces = [standing_for(known[size], stand_ins) for size in found]
-        return scaled_step(traces, counts, counts_of(spec), counts_of(evaluated))
+        return scaled_step([known[size] for size in found], counts, counts_of(spec), counts_of(evaluated))
 
     def work(self, spec: StepSpec, tokens: float | None = None) -> WorkLine:
         """What a micro-batch of this kind and share computes and moves, by its tokens; raises as `step`.
@@ -271,11 +263,8 @@ class Traces:
             whole = self._all_layers.get(spec.sharing.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            if not spec.activations.apart:
-                self._untraceable[spec.sharing.divided] = error
+            self._untraceable[spec.sharing.divided] = error
             raise
-        if spec.activations.apart and not trace.stand_ins:
-            raise UntraceableModel("all of its layers have to be traced")
         self._add(spec, trace)
         self.count += 1
         if self._cache:

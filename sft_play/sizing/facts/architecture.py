@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Union
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Union
 
 from pydantic import TypeAdapter
 
@@ -73,7 +73,7 @@ class Architecture:
 def text_of(config: "PretrainedConfig") -> str:
     """The whole config as JSON, without the place that it was loaded from."""
 
-    def without_place(tree: dict[str, Any]) -> dict[str, Any]:
+    def without_place(tree: dict[str, object]) -> dict[str, object]:
         tree.pop("_name_or_path", None)
         return tree
 

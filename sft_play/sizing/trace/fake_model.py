@@ -24,7 +24,7 @@ from sft_play.model.layers.cpu import keep_differentiable
 from sft_play.model.weights.four_bit import NF4_BLOCK, NF4_SUPERBLOCK, nf4
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace.layers import choose_layers, told_apart
+from sft_play.sizing.trace.layers import choose_layers
 from sft_play.timeline import WHOLE_MODEL
 from sft_play.upstream.patching import patched
 
@@ -56,7 +56,7 @@ def skeleton(
         attn_implementation=_attention_to_trace(config, spec),
     )
     cut = not (all_layers or names_layers(spec.lora))
-    stand_ins = keep_one_of_each_kind(model, spec.activations.apart) if cut else ()
+    stand_ins = keep_one_of_each_kind(model, spec.activations.apart > 0) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
@@ -117,13 +117,10 @@ def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:
                 yield path, type(module).__name__, name, value
 
 
-def keep_one_of_each_kind(model: "PreTrainedModel", apart: int) -> tuple[int, ...]:
-    """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins.
-
-    The last `apart` allocate differently from the others.
-    """
+def keep_one_of_each_kind(model: "PreTrainedModel", all_differ: bool) -> tuple[int, ...]:
+    """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins."""
     owner, name, layers = decoder_layers(model)
-    kept, stand_ins = choose_layers(told_apart(layer_kinds(layers), apart))
+    kept, stand_ins = choose_layers(range(len(layers)) if all_differ else layer_kinds(layers))
     setattr(owner, name, torch.nn.ModuleList(layers[index] for index in kept))
     count = len(layers)
     configs = [getattr(module, "config", None) for module in model.modules()]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -49,12 +49,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GROUP_TIMEOUT_S = 600  # of processes that divide tokens, where they are real
+Recorder = TypeVar("Recorder", bound=SymbolicRecorder)
 
 
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
     """Traces a training step in the middle of a run (optimizer states exist), then an evaluation batch.
 
-    With `all_layers`, every decoder layer is traced instead of one of each kind, where this works.
+    With `all_layers`, every decoder layer is traced instead of one of each kind, where this works. So is a
+    step that treats some layers otherwise, whose layers are told apart.
 
     Raises:
         UntraceableModel: an operation depends on data.
@@ -68,7 +70,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
-        if not (all_layers or spec.activations.apart):
+        if not all_layers:
             # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -80,9 +82,6 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
-    if stand_ins and (apart := spec.activations.apart):  # of the layers that are left
-        left = spec.activations.with_apart(len(set(stand_ins[-apart:])))
-        spec = replace(spec, activations=left)
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
@@ -96,7 +95,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
-    recorder = SymbolicRecorder(**_settings(spec))
+    recorder = _recorder(SymbolicRecorder, spec)
     with _group_of(spec), few_tiles(recorder), attributed_loss(recorder):
         materialise(model, layers, recorder)
         _set_up(model, spec)
@@ -131,7 +130,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
         silent_group,
     )
 
-    recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
+    recorder, before = _recorder(ShardRecorder, spec), _recorder(ShardRecorder, spec)
     before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
     replicas = 2 if spec.sharing.replicated else 1
     with silent_group(spec.sharing.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
@@ -164,9 +163,8 @@ def copying_inputs(
     return patched(inputs_in_ram, "link_to", lambda device: link)
 
 
-def _settings(spec: StepSpec) -> dict[str, Any]:
-    """Of a recorder."""
-    return dict(
+def _recorder(kind: type[Recorder], spec: StepSpec) -> Recorder:
+    return kind(
         cuda=spec.device == "cuda",
         supervised=spec.supervised(spec.batch),
         eval_supervised=spec.eval_supervised,
@@ -258,7 +256,7 @@ def update_bytes(spec: StepSpec, elements: int) -> int:
         with unset_fake_temporarily():
             optimizer = make_optimizer(spec.optimizer, [vector])
         optimizer.state[vector] = optimizer_state(spec.optimizer, vector, spec.device)
-        recorder = SymbolicRecorder(**_settings(spec))
+        recorder = _recorder(SymbolicRecorder, spec)
         for value in (vector, vector.grad, *optimizer.state[vector].values()):
             if isinstance(value, torch.Tensor):
                 recorder.add(value, "optimizer")
@@ -302,14 +300,16 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
             handle.remove()
 
 
-def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu") -> dict[str, Any]:
+def make_batch(
+    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu"
+) -> dict[str, object]:
     """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
 
     Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences.
     """
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
-    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    batch: dict[str, object] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
     if spec.joined:
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))

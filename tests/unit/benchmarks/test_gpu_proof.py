@@ -146,6 +146,7 @@ def test_tests_that_have_a_result_are_not_run_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_rehearsal_measures_everything_with_tiny_models(now, capsys):
     """Eight minutes on two idle cores: each figure starts a Python of its own."""
     patient = replace(now, deadline=now.deadline + 3600)

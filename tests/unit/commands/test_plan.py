@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -202,7 +203,7 @@ def one_gpu_of(monkeypatch):
     """A catalogue with one GPU that has so many GiB."""
 
     def known(gib: float):
-        specs = {**find_specs("RTX 4090"), "memory_mib": int(1024 * gib)}
+        specs = replace(find_specs("RTX 4090"), memory_mib=int(1024 * gib))
         monkeypatch.setattr(gpus, "find_specs", lambda name: specs)
         monkeypatch.setattr(other_machines, "COMMON_GPUS", ("small",))
 
@@ -273,7 +274,7 @@ def test_a_model_that_is_too_large_for_every_card_is_said_to_be(monkeypatch):
 
 
 def test_every_card_has_a_known_memory():
-    assert all(find_specs(card)["memory_mib"] for card in COMMON_GPUS)
+    assert all(find_specs(card).memory_mib for card in COMMON_GPUS)
 
 
 def test_nothing_to_plan_says_what_to_type():

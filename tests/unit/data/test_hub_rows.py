@@ -117,7 +117,7 @@ def test_a_validation_split_is_validation_data_unless_the_config_names_other_row
     def found(**data):
         config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data})
         opened = open_inputs(config.data)
-        return [(given.split, source.split) for given, source in opened], inventory(opened)["remarks"]
+        return [(given.split, source.split) for given, source in opened], inventory(opened).remarks
 
     unused = {"org/name": {UNUSED: ["odd"]}}
     assert found(train_path="org/name") == ([("train", "train"), ("val", "validation")], unused)

@@ -110,7 +110,8 @@ SAID = {
 
 
 def test_device_strings_are_matched_by_whole_words():
-    found = {said: (catalogue.find_specs(said) or {"name": None})["name"] for said in SAID}
+    specs = {said: catalogue.find_specs(said) for said in SAID}
+    found = {said: each.name if each else None for said, each in specs.items()}
     wrong = [f"{said!r} is {found[said]}, not {name}" for said, name in SAID.items() if found[said] != name]
     assert not wrong, "\n".join(wrong)
 

@@ -166,6 +166,9 @@ def test_an_unknown_speed_has_no_bar():
     plan = PLAN["plan"] | {"step_seconds": None, "tokens_per_second": None}
     text = screen(plan_report(PLAN | {"plan": plan, "memory": MEMORY, "alternatives": [other(2, None, 1)]}))
     assert text.count("n/a") == 2 and "predicted:" not in text and "1 step per epoch, 2 in total\n" in text
+    assert "time        n/a: no data sheet of this GPU" in screen(
+        plan_answer(PLAN | {"plan": plan, "memory": MEMORY}, "it fits")
+    )
 
 
 def test_a_plan_says_what_was_chosen_first_and_then_how_long_it_takes():

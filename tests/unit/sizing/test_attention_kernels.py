@@ -42,7 +42,7 @@ def choose(capability, dtype=HALF, *, head_dim=128, grouped=False, masked=False,
 
 
 def capability_of(name):
-    major, minor = find_specs(name)["compute_capability"].split(".")
+    major, minor = find_specs(name).compute_capability.split(".")
     return int(major), int(minor)
 
 

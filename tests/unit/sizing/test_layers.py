@@ -1,5 +1,6 @@
-"""Which layers are traced where some keep their activations and others are recomputed, and what that gives."""
+"""Steps in which some layers keep their activations and others are recomputed: of two steps that are traced."""
 
+import random
 from collections import Counter
 from itertools import product
 
@@ -11,7 +12,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.errors import UntraceableModel
 from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows
-from sft_play.sizing.trace.layers import choose_layers, fewest_apart, stand_ins_of, told_apart
+from sft_play.sizing.trace.layers import choose_layers
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.work import mixed
 from tests.unit.sizing.real_step import require_predicted
@@ -23,61 +24,62 @@ SPEC = step_of(mode="full", lora=LORA, activations="recompute", batch=PaddedRows
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 
 
-def test_kept_layers_and_the_one_before_them_are_of_other_kinds():
-    assert told_apart([0] * 6, 0) == [0] * 6
-    assert choose_layers(told_apart([0] * 6, 2)) == ([0, 1, 3, 4, 5], (0, 1, 1, 2, 3, 4))
-    assert stand_ins_of([0] * 6, 3) == (0, 1, 2, 3, 3, 4)
+SHARDED = dict(shards=2, accumulates=False, **ON_GPU)
+JOINED = dict(batch=JoinedRows(256), longest=128)
+# What a layer hands on lives longer if the next one is recomputed; layers of gemma3 are of two kinds.
+CASES = {
+    "llama": [dict(mode="lora", **SHARDED), dict(mode="qlora", **ON_GPU, **JOINED), {}],
+    "qwen3": [dict(shards=4, device="cuda", mixed_precision="bf16"), dict(mode="qlora", **SHARDED, **JOINED)],
+    "gpt2": [dict(**ON_GPU), dict(mode="lora")],
+    "mixtral": [dict(mode="lora", **ON_GPU, **JOINED), dict(**ON_GPU)],
+    "gemma2": [dict(mode="lora", attention="eager", **ON_GPU)],
+    "gemma3_text": [dict(**ON_GPU, **JOINED), dict(mode="lora", **SHARDED, **JOINED)],
+}
 
 
-@pytest.mark.parametrize("kinds", [[0] * 9, [0, 0, 1] * 3, [0, 1, 1, 1, 0, 2]])
-def test_one_trace_gives_every_number_of_kept_layers_with_the_same_kinds(kinds):
-    for kept in range(1, len(kinds)):
-        fewest = fewest_apart(kinds, kept)
-        assert 1 <= fewest <= kept and max(stand_ins_of(kinds, fewest)) == max(stand_ins_of(kinds, kept))
-    assert {fewest_apart([0] * 9, kept) for kept in range(1, 9)} == {1, 2, 7, 8}
+def test_a_layer_is_traced_once_for_all_of_its_kind_that_are_neither_first_nor_last():
+    assert choose_layers([0, 0, 1, 0, 1, 0]) == ([0, 1, 2, 5], (0, 1, 2, 1, 2, 3))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kept", "name", "changes"),
-    [
-        case
-        if case[:2]
-        == (4, "gemma3_text")  # divided ones are in test_sharded.py and in the work of a mix below
-        else pytest.param(*case, marks=pytest.mark.slow)
-        for kept in (1, 4)
-        for case in (
-            (kept, "llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
-            # what a layer hands on lives longer if the next one is recomputed; layers with and without a window
-            (kept, "gemma3_text", dict(batch=JoinedRows(256), longest=128, **ON_GPU)),
-        )
-    ]
-    + [
-        pytest.param(kept, "llama", dict(mode="qlora", mixed_precision="bf16"), marks=pytest.mark.slow)
-        for kept in (1, 4)
-    ],
-)
-def test_few_layers_represent_all_of_a_mix_to_the_byte(name, changes, kept):
+def require_mixed_to_the_byte(name, changes, kept, layers=6):
     """But for the norms of gradients, of which the traced layers have fewer, and QLoRA's order of loading."""
-    config = small_config(name, SMALL, **(dict(sliding_window=64) if name == "gemma3_text" else {}))
+    window = dict(sliding_window=64) if name == "gemma3_text" else {}
+    config = small_config(name, SMALL | {"layers": layers}, **window)
     spec = step_with(SPEC, kept_layers=kept, **changes)
-    few, full = (trace_step(config, spec, all_layers=every) for every in (False, True))
-    assert few.stand_ins and not full.stand_ins
-    few, full = few.step.peaks(), full.step.peaks()
+    few, full = Traces(config).step(spec), trace_step(config, spec)
+    assert full.stand_ins == tuple(range(layers))
+    few, full = few.peaks(), full.step.peaks()
     for phase, less in (("load", 1200), ("optimizer", 1500)):
         assert few.pop(phase).bytes == pytest.approx(full.pop(phase).bytes, rel=0, abs=less)
     assert few == full
 
 
+def test_a_drawn_mix_has_the_memory_of_a_trace_of_all_its_layers():
+    seed = random.randrange(2**16)
+    print(f"{seed=}")
+    draw = random.Random(seed)
+    require_mixed_to_the_byte("llama", draw.choice(CASES["llama"][1:]), draw.randint(1, 3), layers=4)
+
+
 @pytest.mark.thorough
-def test_memory_of_any_number_of_kept_layers_follows_from_three_traces():
+@pytest.mark.parametrize("name", CASES)
+def test_drawn_mixes_of_many_models_have_the_memory_of_a_trace_of_all_their_layers(name):
+    seed = random.randrange(2**16)
+    print(f"{seed=}")
+    for changes in CASES[name]:
+        # of 5, no layer with gemma2's other mask would be left that is recomputed, and the mask counts as held
+        require_mixed_to_the_byte(name, changes, random.Random(seed).randint(1, 4))
+
+
+@pytest.mark.thorough
+def test_memory_of_any_number_of_kept_layers_follows_from_six_traces():
     """Of 2 to 6 kept layers, and other sizes of the micro-batch; to the byte, as if each were traced."""
     traces = Traces(LLAMA)
     for kept, rows in ((4, 2), (6, 3), (2, 5)):
         spec = step_with(SPEC, kept_layers=kept, batch=PaddedRows(rows, 128))
         peaks = traces.step(spec).peaks()
-        assert peaks["backward"] == trace_step(LLAMA, spec, all_layers=True).step.peaks()["backward"]
-    assert traces.count <= 3
+        assert peaks["backward"] == trace_step(LLAMA, spec).step.peaks()["backward"]
+    assert traces.count == 6  # three of each way, since the output head has other tiles
 
 
 @pytest.mark.thorough
@@ -96,7 +98,9 @@ def test_each_layer_that_keeps_its_activations_takes_memory_but_the_last_one():
 def test_layers_that_cannot_be_told_apart_are_not_mixed():
     named = LoraSettings(r=4, rank_pattern={r"layers\.0\..*": 8})
     with pytest.raises(UntraceableModel, match="layers"):
-        Traces(LLAMA).step(step_with(SPEC, mode="lora", lora=named, kept_layers=4))
+        Traces(small_config("llama", SMALL | {"layers": 2})).step(
+            step_with(SPEC, mode="lora", lora=named, kept_layers=1)
+        )
 
 
 @pytest.mark.thorough
