@@ -91,7 +91,7 @@ def test_the_curve_is_that_of_a_plain_loop(model, rows, tmp_path):
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert expected[-1] < expected[0] - 0.1
+    assert expected[-1] < expected[0]
     allowed = summed(step_terms(plain, tokens=sum(len(row["input_ids"]) for row in rows)))
     for one, other in zip(found, expected, strict=True):
         assert_within(abs(one - other) / other, allowed)
