@@ -330,6 +330,7 @@ NOT_PRIVATE = {
     "_quick",
     "_sleep",
     "_stderr",
+    "_typeshed",
 }
 # Operations that public functions of torch are dispatched to. For those of `torch.ops.aten` work.py has a rule each, and
 # one that is gone is counted by the general rule.
