@@ -43,7 +43,6 @@ from sft_play.sizing.trace.fake_model import (
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
-from sft_play.upstream.trl import head_alone
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +61,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
         UntraceableModel: an operation depends on data.
     """
     try:
-        with warnings.catch_warnings(), collector_off(), head_alone():
+        with warnings.catch_warnings(), collector_off():
             warnings.simplefilter("ignore")
             trace = _trace(config, spec, all_layers)
             trace.step  # noqa: B018  raises LayersDiffer if the layers do not repeat
