@@ -99,7 +99,7 @@ class TrainConfig(Section):
     """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would
     take more than a tenth of the time; the model is always evaluated at the start and at the end."""
     save_steps: Count | None = None
-    """Optimizer steps between checkpoints. Default: at each evaluation."""
+    """Optimizer steps between checkpoints, a multiple of `eval_steps`. Default: at each evaluation."""
     logging_steps: Count = 10
     """Optimizer steps between log lines."""
     keep_checkpoints: Count = 2
@@ -137,6 +137,13 @@ class TrainConfig(Section):
         if self.lr_scaling == "none" and self.reference_batch_size is not None:
             raise ValueError(
                 "reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear"
+            )
+        save, evaluate = self.save_steps, self.eval_steps
+        if save and evaluate and (over := save % evaluate):
+            raise ValueError(
+                f"train.save_steps={save} is not a multiple of train.eval_steps={evaluate}, so the best "
+                f"checkpoint could not be kept; set train.save_steps={save + evaluate - over}, or "
+                f"train.eval_steps={save}"
             )
         if self.neftune_noise_alpha is not None and (self.packing or self.padding_free is True):
             joins = "packing" if self.packing else "padding_free"

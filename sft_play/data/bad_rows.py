@@ -28,10 +28,11 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
     with (folder / FILE).open(encoding="utf-8") as file:
         lines = "".join(f"  {line}" for line in islice(file, SHOWN))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
+    them = "it" if bad == 1 else "them"
+    dropped = f', or leave {them} out: ARGS="data.bad_rows=drop"' if bad < read else ": no other is left"
     raise DataError(
         f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
-        f"Correct {'it' if bad == 1 else 'them'}, or leave {'it' if bad == 1 else 'them'} out: "
-        "data.bad_rows=drop"
+        f"Correct {them}{dropped}"
     )
 
 

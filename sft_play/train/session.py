@@ -14,7 +14,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
-from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.model.architecture.shape import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention.sequence_parallel import divided_micro_batches, part_of_group
@@ -29,7 +28,6 @@ from sft_play.model.layers.recomputation import RECOMPUTING
 from sft_play.model.load import saved_dtype
 from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
-from sft_play.planning.candidates.batch import nearest_multiples
 from sft_play.planning.speed.devices import peak_flops
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
@@ -223,23 +221,13 @@ SCHEDULES = {
 
 
 def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int, int]:
-    """Optimizer steps between evaluations and between checkpoints.
-
-    Raises:
-        ConfigError: checkpoints would fall between evaluations, so that the best one could not be kept.
-    """
+    """Optimizer steps between evaluations and between checkpoints."""
     steps = plan.schedule.total_steps
     affordable = EVALUATED_PER_TRAINED_ROW * steps * plan.rows_per_step / max(validation_rows, 1)
     default = math.ceil(steps / min(EVALUATIONS_PER_RUN, max(1, int(affordable))))
     train = config.train
     evaluate = train.eval_steps or (train.save_steps or default)
-    save = train.save_steps or evaluate
-    if save % evaluate:
-        raise ConfigError(
-            f"train.save_steps={save} is not a multiple of train.eval_steps={evaluate}, so the best "
-            f"checkpoint could not be kept; nearest: {nearest_multiples(save, evaluate)}"
-        )
-    return evaluate, save
+    return evaluate, train.save_steps or evaluate
 
 
 class Arguments(SFTConfig):

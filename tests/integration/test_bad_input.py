@@ -69,7 +69,10 @@ def refuses(finished):
         (["train.batch_size=3"], ["train.batch_size=3", "allowed: 1, 2, 4, 8"]),
         (["--processes", "3"], ["8", "is not divisible by 3 processes", "nearest: 6 or 9"]),
         (["train.grad_accum=4"], ["contradicts", "remove one of the three"]),
-        (["train.save_steps=3", "train.eval_steps=2"], ["train.save_steps=3", "nearest: 2 or 4"]),
+        (
+            ["train.save_steps=3", "train.eval_steps=2"],
+            ["train.save_steps=3", "set train.save_steps=4, or train.eval_steps=3"],
+        ),
         (["tuning.lora.target_modules=[nope]"], ["target_modules", "q_proj", "auto"]),
         (["tuning.lora.target_modules=[embed_tokens]"], ["target_modules", "embed_tokens is an embedding"]),
         (["tuning.lora.target_modules=[q_proj,lm_head]"], ["target_modules", "lm_head is an embedding or"]),

@@ -46,7 +46,7 @@ def test_all_are_named_in_one_error(run, workers):
     assert "found a list" in lines[2]
     assert "key 'answer' is missing" in lines[3]
     assert "is the file truncated?" in lines[4]
-    assert last == "Correct them, or leave them out: data.bad_rows=drop"
+    assert last == 'Correct them, or leave them out: ARGS="data.bad_rows=drop"'
 
 
 def test_a_row_of_messages_that_are_none_is_one_of_them(run):
@@ -65,6 +65,8 @@ def test_of_many_the_first_are_named_and_all_are_counted(run):
     message = said(run, "\n".join([*GOOD, *["{}"] * 500]))
     assert message.startswith("data.train_path: 500 of 540 rows are not valid; the first 20:\n")
     assert message.count("key 'question' is missing") == SHOWN
+    none = "\n".join(['{"question": "", "answer": "Four."}'] * 30)
+    assert said(run, none).endswith("Correct them: no other is left")
 
 
 def test_those_that_the_template_rejects_are_named_with_the_others(run, make_tokenizer):

@@ -114,4 +114,4 @@ def test_the_modelfile_names_file_stop_tokens_and_system_prompt(tokenizer):
     assert text.splitlines()[1] == "FROM ./m-F16.gguf"
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\n' in text
     assert text.endswith('SYSTEM """Be brief.\nBe kind."""\n')
-    assert text.count("TEMPLATE") == 1
+    assert text.count("TEMPLATE") == 1 and "tools and their replies are not rendered" in text
