@@ -64,7 +64,7 @@ def modelfile(file_name: str, template: str | None, stops: Sequence[str], system
             "# recognize the one inside the GGUF file, or not: compare its prompts, or add a TEMPLATE."
         )
     else:
-        lines.append("# For messages of system, user and assistant: tools and their replies are not rendered.")
+        lines.append("# For system, user and assistant messages: tools and their replies are not rendered.")
         lines.append(f'TEMPLATE """{template}"""')
     lines += [f"PARAMETER stop {_quoted(stop)}" for stop in stops]
     if system:
