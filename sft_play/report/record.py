@@ -85,8 +85,10 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step in the metrics; 0 if there is none."""
-        return max((record["step"] for record in self.metrics), default=0)
+        """The last step of a run that has ended, or of the metrics; 0 if there is none."""
+        done = self.summary.get("optimizer_steps")  # may be more than was logged
+        ended = [done] if isinstance(done, int) and not self.activity else []
+        return max((*ended, *(record["step"] for record in self.metrics)), default=0)
 
     @property
     def total_steps(self) -> int | None:

@@ -162,8 +162,8 @@ def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
 
 def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path):
     run = train(begin(tmp_path / "one"), steps=7)
-    run.write_json(run.summary, {"status": "interrupted"})
-    assert "Interrupted with a checkpoint saved, 7 of 20 steps recorded; make resume" in page_of(run)
+    run.write_json(run.summary, {"status": "interrupted", "optimizer_steps": 8})  # the last one was not logged
+    assert "Interrupted with a checkpoint saved, 8 of 20 steps recorded; make resume" in page_of(run)
 
 
 def test_a_run_that_failed_says_why_without_the_folders_of_the_machine(tmp_path):
