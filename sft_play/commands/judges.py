@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft_play.builtin import replies
 from sft_play.choices.metrics import DEFAULT
 from sft_play.commands.answers import Compared
 from sft_play.config.load import OF_RUN, ResolvedConfig
@@ -19,8 +20,9 @@ Judge = Callable[[str, str, Mapping[str, Any]], Any]  # of an answer, its refere
 
 
 def require_given(resolved: ResolvedConfig) -> None:
-    """Refuses functions that the folder of a run names, which may be anybody's; ConfigError."""
-    own = [name for name in resolved.config.eval.metrics if ":" in name]
+    """Refuses functions that the folder of a run names, but for those of built-in rows; ConfigError."""
+    ours = f"{replies.__name__}:"
+    own = [name for name in resolved.config.eval.metrics if ":" in name and not name.startswith(ours)]
     origin = Path(resolved.origins.get("eval.metrics", ""))
     if own and (origin.name == OF_RUN or origin.parent.name == GIVEN):
         metrics = ",".join(resolved.config.eval.metrics)

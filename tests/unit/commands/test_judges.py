@@ -104,6 +104,11 @@ def test_functions_that_the_folder_of_a_run_names_are_refused_unless_they_are_gi
             require_given(load_config(path))
         require_given(load_config(path, ["eval.metrics=[exact_match,judge:polite]"]))
         require_given(load_config(path, ["eval.metrics=[exact_match]"]))
+    stored.write_text(CONFIG.replace("judge:polite", "sft_play.builtin.replies:house_style"))
+    require_given(load_config(stored))  # of a config that comes with the package
+    stored.write_text(CONFIG.replace("judge:polite", "sft_play.files:own_folder"))
+    with pytest.raises(ConfigError, match="names sft_play.files:own_folder"):
+        require_given(load_config(stored))
 
 
 @pytest.mark.parametrize(
