@@ -162,7 +162,8 @@ def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
 
 def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path):
     run = train(begin(tmp_path / "one"), steps=7)
-    run.write_json(run.summary, {"status": "interrupted", "optimizer_steps": 8})  # the last one was not logged
+    # the last one was not logged
+    run.write_json(run.summary, {"status": "interrupted", "optimizer_steps": 8})
     assert "Interrupted with a checkpoint saved, 8 of 20 steps recorded; make resume" in page_of(run)
 
 
