@@ -168,7 +168,7 @@ def _draw_steps(pick: random.Random, architecture: str, longest: int, world: int
     }
     if accumulation:
         steps["grad_accum"] = accumulation
-    if pick.random() < 0.2 and layout == "padded":  # where rows are joined, it is refused
+    if pick.random() < 0.2:
         steps["neftune_noise_alpha"] = 5
     return steps
 

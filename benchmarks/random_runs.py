@@ -188,7 +188,7 @@ def outcome(run: RandomRun, folder: Path, ranks: RankEnvironment, meter: ctypes.
         with quiet_libraries(folder / "log.txt"):
             found |= {"probed": run.probes, "measured": measure(job, meter, probes=run.probes)}
     except (SftPlayError, ValueError) as error:
-        return {"refused": " ".join(str(error).split())[:300]}
+        return _refused(error)
     except Exception as error:  # what the walk is there to find
         return {"crashed": f"{type(error).__name__}: {error} {traceback.format_exc()[-1500:]}"}
     finally:
@@ -309,9 +309,16 @@ def predict_again(runs: list[RandomRun], folder: Path, log: MeasurementLog) -> N
         if "measured" not in found[0] or found[0].get("code") == step_code():
             continue
         model = folder / f"model-{run.number}"
-        again = {"code": step_code()} | predicted_again(run, found[0].get("plan"), model)
-        log.add({"run": asdict(run), "found": [each | again for each in found]})
+        try:
+            again = {"code": step_code()} | predicted_again(run, found[0].get("plan"), model)
+            log.add({"run": asdict(run), "found": [each | again for each in found]})
+        except ValueError as error:  # its settings were allowed when it was measured
+            log.add({"run": asdict(run), "found": [_refused(error)]})
         shutil.rmtree(model)
+
+
+def _refused(error: Exception) -> dict[str, Any]:
+    return {"refused": " ".join(str(error).split())[:300]}
 
 
 def main() -> None:
