@@ -172,9 +172,8 @@ def order_rows(
     shuffled = rng.sample(PAIRS, len(PAIRS))
     held_out = shuffled[: len(PAIRS) // HELD_OUT_ONE_IN]
     train = _orders(rng, shuffled[len(held_out) :], answered)
-    others = _orders(
-        rng, held_out, answered
-    )  # one stream for all held-out splits, so that they do not overlap
+    # one stream for all held-out splits, so that they do not overlap
+    others = _orders(rng, held_out, answered)
     splits: dict[str, list[dict]] = {}
     for split, count in rows.items():
         orders = itertools.islice(train if split == "train" else others, count)

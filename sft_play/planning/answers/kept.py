@@ -16,12 +16,8 @@ from sft_play.planning.budget import has_expandable_segments
 from sft_play.planning.request import Request
 from sft_play.sizing.facts.step_facts import has_attention_packages
 
-MEASURED = (
-    "overhead",
-    "probes",
-    "profiles",
-    "speeds",
-)  # what runs have left in the cache, and plans count on
+# What runs have left in the cache, and plans count on.
+MEASURED = ("overhead", "probes", "profiles", "speeds")
 
 
 def kept(question: str, request: Request, *about: object, find: Callable[[], Any]) -> Any:
