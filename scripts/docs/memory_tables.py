@@ -119,7 +119,7 @@ def outside_on_a_gpu() -> str:
 def speeds_on_a_gpu() -> str:
     """Tokens per second of our own steps on a GPU, and of plain TRL's."""
     sides = {
-        "sft-play": "packed, as it was by default",
+        "sft-play": "packed, no switch set",
         "liger": "packed, `train.kernels=liger`",
         "compiled": "packed, `train.compile=true`",
         "trl_tuned": "plain TRL, its Liger switch, rows padded",
