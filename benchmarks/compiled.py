@@ -47,25 +47,28 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"packing": False, "effective_batch_size": 8, "padding_free": False},
     {"packing": True, "effective_batch_size": 4 * LONGEST},
 )
-REFUSED = {("lora", "bf16")}  # adapters compute in the type of the weights
+REFUSED = {("lora", "bf16"), ("qlora", "bf16")}  # adapters compute in the type of the weights
 ON_TWO = (
-    ("phi3", LAYOUTS[0], "full", "fp32", False),
-    ("llama", LAYOUTS[1], "full", "fp32", True),
-    ("qwen3", LAYOUTS[2], "lora", "autocast", False),
+    ("ddp", "phi3", LAYOUTS[0], "full", "fp32", False),
+    ("ddp", "llama", LAYOUTS[1], "full", "fp32", True),
+    ("ddp", "qwen3", LAYOUTS[2], "lora", "autocast", False),
+    ("fsdp2", "phi3", LAYOUTS[0], "full", "fp32", True),
+    ("fsdp2", "llama", LAYOUTS[2], "lora", "autocast", False),
+    ("fsdp2", "qwen3", LAYOUTS[1], "qlora", "autocast", True),
 )
 STEPS = ((60, 130, 7), (200,), (96, 96, 96, 96), (5, 9, 44, 71, 150, 20), (1, 64), (33,) * 9)
 
 
 def cases() -> list[RandomRun]:
     """All runs, without compiled layers: modes, types and activations, over models and layouts."""
-    kinds = enumerate(product(("full", "lora"), DTYPES))
+    kinds = enumerate(product(("full", "lora", "qlora"), DTYPES))
     alone = [
         (ARCHITECTURES[kind % 4], LAYOUTS[kind % 3], *each, recompute)
         for kind, each in kinds
         for recompute in (False, True)
     ]
     runs = [_case(number, "none", *each) for number, each in enumerate(alone)]
-    runs += [_case(len(runs) + number, "ddp", *each) for number, each in enumerate(ON_TWO)]
+    runs += [_case(len(runs) + number, *each) for number, each in enumerate(ON_TWO)]
     return [run for run in runs if (run.tree["tuning"]["mode"], run.precision) not in REFUSED]
 
 
@@ -79,7 +82,7 @@ def _case(
     recompute: bool,
 ) -> RandomRun:
     pick, (dtype, autocast) = random.Random(number), DTYPES[precision]
-    dtype = "bfloat16" if mode == "lora" and autocast != "no" else dtype
+    dtype = "bfloat16" if mode != "full" and autocast != "no" else dtype
     lengths = [LONGEST, *(pick.randint(2, LONGEST) for _ in range(ROWS + EVALUATED - 1))]
     rows = [(tokens, max(1, tokens // 3)) for tokens in lengths]
     tree = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import GIB, MIB, RESULTS, in_unit, results, signed, spread, summarized, table
+from sft_play.engines.registry import label_of
 from sft_play.sizing.estimate.budget import CONTEXTS
 
 # Steps of models that processes divide, and the results that hold them.
@@ -163,7 +164,7 @@ def compiled_on_a_cpu() -> str:
     for row in results("compiled_cpu")["cases"]:
         train = row["tree"]["train"]
         layout = "packed" if train["packing"] else "padded" if "padding_free" in train else "joined"
-        processes = "2, DDP" if row["engine"] == "ddp" else "1"
+        processes = "1" if row["engine"] == "none" else f"2, {label_of(row['engine'])}"
         case = (processes, row["tree"]["tuning"]["mode"], row["precision"], row["architecture"], layout)
         cases.setdefault(case, {})[train["gradient_checkpointing"]] = signed(row["error"], 1)
     head = ("processes", "mode", "types", "model", "rows", "kept", "recomputed")

@@ -36,6 +36,7 @@ class Traits:
     joins_trained: bool = False  # to one vector, so that all that is trained must have one type
     can_defer: bool = False  # gradients of divided weights may stay whole until a step's last micro-batch
     can_keep_gathered: bool = False  # weights may stay so from the forward to the backward pass
+    compiles_layers: bool = True  # as `train.compile` asks for
 
     @property
     def distributes(self) -> bool:
@@ -66,11 +67,6 @@ class Traits:
     def makes_gradients_early(self) -> bool:
         """Whether a first micro-batch finds gradients: in buffers, where each process has all of them."""
         return self.distributes and not self.shards_weights
-
-    @property
-    def compiles_layers(self) -> bool:
-        """Whether `train.compile` was measured with it: each process has whole weights and states."""
-        return not self.shards_state
 
 
 # The preferred one first.
@@ -106,6 +102,7 @@ TRAITS = {
             divides="states",
             states="joined",
             casts_model=True,
+            compiles_layers=False,
             joins_trained=True,
         ),
         Traits(
@@ -136,6 +133,7 @@ TRAITS = {
             states="cut",
             automatic=False,
             casts_model=True,
+            compiles_layers=False,
             offloads=("ram",),
             weights_on_disk=True,
             regathers=True,

@@ -1,6 +1,6 @@
 """Settings of different sections that exclude each other."""
 
-from sft_play.choices.engines import SEVERAL, WHOLE
+from sft_play.choices.engines import SEVERAL, Traits
 from sft_play.config.parallel import ParallelConfig
 from sft_play.config.train import TrainConfig
 
@@ -17,25 +17,31 @@ def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: Pa
             "train.float8=true needs compiled layers: without them, it writes fp32 copies of all inputs and "
             "weights; set train.compile=true, or train.float8=false"
         )
-    if train.asks_compile and (found := _not_compiled(mode, use_dora, train, parallel)):
+    if train.asks_compile and (found := _not_compiled(use_dora, train, parallel)):
+        asked = "train.float8" if train.float8 else "train.compile"
+        able = " or ".join(row.name for row in SEVERAL.values() if computes(row, train))
         return (
-            f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
-            "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
-            f"or with parallel.engine={WHOLE.name}; change it, or set train.compile=false"
+            f"{asked}=true does not work with {found}: layers are compiled for full fine-tuning, "
+            "LoRA and QLoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one "
+            f"process or with parallel.engine={able}; change it, or set {asked}=false"
         )
     return None
 
 
-def _not_compiled(mode: str, use_dora: bool, train: TrainConfig, parallel: ParallelConfig) -> str | None:
+def computes(engine: Traits, train: TrainConfig) -> bool:
+    """Whether layers that an engine wraps can be compiled and multiply in float8, as far as is asked for."""
+    return (engine.compiles_layers or not train.asks_compile) and not (train.float8 and engine.shards_weights)
+
+
+def _not_compiled(use_dora: bool, train: TrainConfig, parallel: ParallelConfig) -> str | None:
     """The setting with which layers cannot be compiled; None if there is none."""
     settings = {
-        "tuning.mode=qlora": mode == "qlora",
         "tuning.lora.use_dora=true": use_dora,
         f"train.kernels={train.kernels}": train.layer_kernels != "own",
         "train.activations=offload": train.activations == "offload",
         train.tiles_setting: train.asks_tiles,
         f"parallel.engine={parallel.engine}": parallel.engine != "auto"
-        and not SEVERAL[parallel.engine].compiles_layers,
+        and not computes(SEVERAL[parallel.engine], train),
         f"parallel.offload={parallel.offload}": parallel.offload == "ram",
         f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.divides_tokens,
     }

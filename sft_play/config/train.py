@@ -76,9 +76,9 @@ class TrainConfig(Section):
         + " auto: own, or what the probe of a long enough run timed as faster on this machine.",
     )
     compile: bool | Auto = "auto"
-    """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP: faster steps on the one GPU measured, after compiling for a minute or more. auto: on a GPU,
-    if the probe finds them faster; it tries where compiling takes under 2% of the run."""
+    """Compile the decoder layers with torch.compile, in one process or with DDP or FSDP2: faster steps on the
+    one GPU measured, after compiling for a minute or more. auto: on a GPU, if the probe finds them faster;
+    it tries where compiling takes under 2% of the run, but not with FSDP2."""
     float8: bool = False
     """Multiply in float8 (torchao) instead of bf16 in the linear layers of compiled decoder layers, for
     full fine-tuning on Ada, Hopper and B200: less precise. Not yet benchmarked on a GPU."""

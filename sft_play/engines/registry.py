@@ -3,6 +3,7 @@
 from importlib import import_module
 
 from sft_play.choices.engines import TRAITS, Traits
+from sft_play.config.conflicts import computes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
 
@@ -53,7 +54,7 @@ def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> 
     asked = config.parallel
     several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else chosen_engines()
     possible = [engine for engine in several if asked.engine != "auto" or not engine.problem(config)]
-    possible = [engine for engine in possible if engine.compiles_layers or not config.train.asks_compile]
+    possible = [engine for engine in possible if computes(engine, config.train)]
     plain = [(engine, "none") for engine in ([ALONE] if world_size == 1 else possible)]
     away = [(engine, place) for engine in possible for place in engine.offloads]
     if asked.offload == "auto":

@@ -125,12 +125,14 @@ def assert_whole_checkpoints(run: RunDir, engine: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_compiled_layers_learn_what_one_does_without(config, alone):
-    words = ("--config", config, *SETTINGS["lora"], "train.compile=true", "output.name=compiled")
-    command = ("train", "--processes", "2", "--engine", "ddp", *words, "eval.generate=false")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_processes_with_compiled_layers_learn_what_one_does_without(config, alone, engine):
+    name = f"compiled-{engine}"
+    words = ("--config", config, *SETTINGS["lora"], "train.compile=true", f"output.name={name}")
+    command = ("train", "--processes", "2", "--engine", engine, *words, "eval.generate=false")
     done = finish(start(*command), timeout_s=500)
     assert done.code == 0, done.err
-    assert_same_result(RunDir(config.parent / "runs" / "compiled"), alone("lora"))
+    assert_same_result(RunDir(config.parent / "runs" / name), alone("lora"))
 
 
 @pytest.mark.slow

@@ -127,14 +127,14 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
 
 def may_compile(config: RunConfig, plan: Plan, architecture: Architecture) -> bool:
     """Whether `train.compile=auto` may compile the layers of a plan, if a probe finds them faster so."""
-    dtype, autocast = plan.precision.dtype, plan.precision.autocast
+    dtype, autocast, engine = plan.precision.dtype, plan.precision.autocast, engine_of(plan.sharing.engine)
     return (
         config.train.compile == "auto"
         and plan.device in COMPILED.expected
-        and config.tuning.mode != "qlora"
         and plan.kernels == "own"
         and not config.tuning.lora.use_dora
-        and engine_of(plan.sharing.engine).compiles_layers
+        and engine.compiles_layers
+        and not engine.shards_weights  # ranks would wait for one whose trial fails
         and not plan.sharing.offloads
         and not plan.sharing.divides_tokens
         and plan.activations.policy != "offload"

@@ -116,6 +116,7 @@ def test_one_graph_serves_fifty_micro_batches_and_gives_their_losses_and_gradien
         ("mistral", "full", "some", {"sliding_window": 9}, 1),
         ("qwen3", "full", "keep", {}, 1),
         ("gemma3_text", "lora", "recompute", {"sliding_window": 9}, 1),  # its two kinds get other arguments
+        ("qwen3", "qlora", "keep", {}, 2),  # weights of 4 bits
     ],
 )
 def test_so_it_does_for_other_models_and_activations(tmp_path, name, mode, way, settings, graphs):
@@ -167,7 +168,13 @@ def test_another_model_of_the_process_has_the_same_losses(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "way", "graphs"),
-    [("full", "some", 1), ("full", "keep", 1), ("lora", "keep", 2), ("lora", "recompute", 1)],
+    [
+        ("full", "some", 1),
+        ("full", "keep", 1),
+        ("lora", "keep", 2),
+        ("lora", "recompute", 1),
+        ("qlora", "recompute", 1),
+    ],
 )
 def test_so_they_are_in_code_with_adapters_and_other_activations(folder, mode, way, graphs):
     assert tried(folder, mode, way) == graphs

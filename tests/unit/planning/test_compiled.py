@@ -38,12 +38,11 @@ def config_of(tuning: dict | None = None, parallel: dict | None = None, **train)
 
 
 EXCLUDED = [
-    ("tuning.mode=qlora", {"tuning": {"mode": "qlora"}}),
     ("tuning.lora.use_dora=true", {"tuning": {"lora": {"use_dora": True}}}),
     ("train.kernels=liger", {"kernels": "liger"}),
     ("train.activations=offload", {"activations": "offload"}),
     ("train.mlp_tiles=4", {"mlp_tiles": 4}),
-    *((f"parallel.engine={name}", {"parallel": {"engine": name}}) for name in ("deepspeed_z2", "fsdp2", "deepspeed_z3")),
+    *((f"parallel.engine={name}", {"parallel": {"engine": name}}) for name in ("deepspeed_z2", "deepspeed_z3")),
     ("parallel.offload=ram", {"parallel": {"offload": "ram"}}),
     ("parallel.sequence_parallel_size=2", {"parallel": {"sequence_parallel_size": 2}}),
 ]  # fmt: skip
@@ -117,7 +116,7 @@ FULL = {"mode": "full"}
         ({"tuning": {"mode": "lora"}}, "tuning.mode=lora, .*; set tuning.mode=full, or train.float8=false"),
         ({"tuning": {"mode": "qlora"}, "compile": False}, "tuning.mode=qlora, .*; set tuning.mode=full, or"),
         ({"compile": False}, "needs compiled layers: .*; set train.compile=true, or train.float8=false"),
-        ({"parallel": {"engine": "fsdp2"}}, "train.compile=true does not work with parallel.engine=fsdp2: "),
+        ({"parallel": {"engine": "fsdp2"}}, "train.float8=true does not work with parallel.engine=fsdp2: "),
     ],
 )
 def test_what_layers_do_not_multiply_in_float8_with_is_named(changes, said):
@@ -202,9 +201,10 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
 
 
 @pytest.mark.thorough
-def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
+@pytest.mark.parametrize(("float8", "engines"), [(False, {"ddp", "fsdp2"}), (True, {"ddp"})])
+def test_no_plan_with_compiled_layers_is_of_deepspeed_or_offloads(float8, engines):
     machine = what_if("RTX 4090", 2)
-    plan = planned(config_of(tuning={"mode": "full"}), machine, processes=2)
+    plan = planned(config_of(tuning=FULL, float8=float8), machine, processes=2)
     assert plan.sharing.engine == "ddp" and plan.sharing.offload == "none"
-    assert {row["engine"] for row in plan.alternatives} <= {"ddp"}
+    assert {row["engine"] for row in plan.alternatives} == engines
     assert "offload" not in {row.get("activations") for row in plan.alternatives}
