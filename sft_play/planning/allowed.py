@@ -88,16 +88,15 @@ def _with_timed_kernels(request: Request, drafts: list[Plan]) -> list[Plan]:
 
 def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Plan:
     """A draft with what was fastest of what it can have and the config leaves open."""
-    config, device = request.config, request.device
-    for name in winners_of(verdicts):
-        row = LAYERS.get(name)
-        if name == COMPILED.name:
-            can = may_compile(config, draft, request.architecture) and not missing_for_compiler(device.kind)
-            if can and verdicts[name].pays(draft.schedule.total_steps):
-                return replace(draft, compile=True, kernels_origin=PROBED)
-        elif row and config.train.kernels == "auto" and not draft.compile and _is_here(row, device):
-            return replace(draft, kernels=row.name, kernels_origin=PROBED)
-    return draft
+    config, device, compiled = request.config, request.device, verdicts.get(COMPILED.name)
+    rows = [LAYERS[name] for name in winners_of(verdicts) if name in LAYERS]
+    may_change = config.train.kernels == "auto" and not draft.compile
+    best = next((row for row in rows if may_change and _is_here(row, device)), None)
+    share = verdicts[best.name].share if best else 1.0
+    pays = compiled is not None and compiled.pays(draft.schedule.total_steps, share)
+    if pays and may_compile(config, draft, request.architecture) and not missing_for_compiler(device.kind):
+        return replace(draft, compile=True, kernels_origin=PROBED)
+    return replace(draft, kernels=best.name, kernels_origin=PROBED) if best else draft
 
 
 def _is_here(row: Option, device: Device) -> bool:

@@ -24,7 +24,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import first_line
 from sft_play.job import Job, request_of
 from sft_play.model.layers.compilation import compiled_forwards
-from sft_play.model.layers.own_passes import forward_of, replace_forward, replace_forwards
+from sft_play.model.layers.own_passes import forward_of, forwards_with, replace_forward
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.allowed import estimator_of
 from sft_play.planning.budget import training_device
@@ -83,7 +83,8 @@ def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Pl
         found = verdicts[name] = take_turns(session, name)
         console().print(f"  timed: {found.said(rival.label)}", style="dim")
         if job.ranks.is_main:
-            write_verdict(_path(job), name, found)
+            path = _path(job)
+            write_verdict(path, name, found.beside_own(read_verdicts(path).get(job.plan.kernels)))
             if rival.plan.compile and not found.problem:
                 keep_seconds_to_compile(training_device(job.machine).name, found.first_seconds)
     if not (won := winners_of(verdicts)):
@@ -109,7 +110,7 @@ def rivals_of(job: Job, step_seconds: float) -> dict[str, Rival]:
         return {}
     request, known, found = request_of(job), read_verdicts(_path(job)), dict[str, Rival]()
     estimate, clock = estimator_of(request), plan_clock(request)
-    possible = _compiled(request, plan, step_seconds) | _other_kernels(job)
+    possible = _compiled(request, plan, step_seconds, known) | _other_kernels(job)
     for name, (other, to_compile) in possible.items():
         if name not in known:
             memory = estimate(job.config, other, complete=True)
@@ -119,15 +120,22 @@ def rivals_of(job: Job, step_seconds: float) -> dict[str, Rival]:
     return found
 
 
-def _compiled(request: Request, plan: Plan, step_seconds: float) -> dict[str, Rival]:
-    """The plan with compiled layers, where that is expected to gain more than it costs."""
-    possible = not plan.compile and may_compile(request.config, plan, request.architecture)
+def _compiled(
+    request: Request, plan: Plan, step_seconds: float, known: Mapping[str, Verdict]
+) -> dict[str, Rival]:
+    """The plan with compiled layers, where that is expected to gain more than it costs.
+
+    They take the place of other kernels that were found to be faster than ours.
+    """
+    own = replace(plan, kernels="own") if request.config.train.kernels == "auto" else plan
+    possible = not plan.compile and may_compile(request.config, own, request.architecture)
     if not possible or missing_for_compiler(plan.device):
         return {}
     otherwise, times_as_fast = COMPILED.expected[plan.device]
     seconds = seconds_to_compile(request.device.name, otherwise)
-    gain = step_seconds * plan.schedule.total_steps * (1 - 1 / times_as_fast)
-    return {COMPILED.name: Rival(replace(plan, compile=True), seconds)} if gain > seconds else {}
+    share = known[plan.kernels].share if plan.kernels in known else 1.0
+    gain = step_seconds * plan.schedule.total_steps * (1 - 1 / (times_as_fast * share))
+    return {COMPILED.name: Rival(replace(own, compile=True), seconds)} if gain > seconds else {}
 
 
 def _other_kernels(job: Job) -> dict[str, Rival]:
@@ -149,7 +157,7 @@ def take_turns(session: Session, name: str) -> Verdict:
     """
     trainer, plan, began = session.trainer, session.job.plan, time.monotonic()
     model: Any = trainer.model
-    ours, theirs = both_forwards(model, name)
+    ours, theirs = both_forwards(model, name, plan.kernels)
     if not theirs:
         return Verdict(problem="the model has no modules that they compute")
     rows, turns = step_of_highest(session.rows.dataset, plan), _Turns((ours, theirs), trainer.args.device)
@@ -169,17 +177,15 @@ def take_turns(session: Session, name: str) -> Verdict:
     return replace(verdict, first_seconds=max(0.0, max(seconds for _, seconds in of_ranks) - steps))
 
 
-def both_forwards(model: torch.nn.Module, name: str) -> tuple[Forwards, Forwards]:
-    """How the modules compute that other kernels serve: now, and by those. The model is left as it is."""
+def both_forwards(model: torch.nn.Module, name: str, in_use: str) -> tuple[Forwards, Forwards]:
+    """How the modules compute that other kernels serve: now, and by those. The model is left as it is.
+
+    Compiled layers take the place of the kernels in use: what these fuse, the compiler does.
+    """
+    theirs = forwards_with(model, "own" if name == COMPILED.name else name, instead_of=in_use)
     if name == COMPILED.name:
-        theirs = compiled_forwards(model)
-        return {layer: forward_of(layer) for layer in theirs}, theirs
-    before = {module: forward_of(module) for module in model.modules() if callable(forward_of(module))}
-    replace_forwards(model, name)
-    theirs = {module: forward_of(module) for module in before if forward_of(module) != before[module]}
-    ours = {module: before[module] for module in theirs}
-    switch(ours)
-    return ours, theirs
+        theirs |= compiled_forwards(model)
+    return {module: forward_of(module) for module in theirs}, theirs
 
 
 def switch(forwards: Forwards) -> None:

@@ -4,20 +4,20 @@ import math
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from rich.padding import Padding
 
 from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
-from sft_play.model.layers.compilation import compile_layers
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.report.memory import probe_line
 from sft_play.report.tables import step_line
 from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.start import part
-from sft_play.train.kernel_turns import timed_kernels
+from sft_play.train.kernel_turns import both_forwards, switch, timed_kernels
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.refuted import as_probed, choose_again, is_refuted
@@ -74,7 +74,8 @@ def _with_fastest_kernels(
     if plan is None:
         return session, result
     if plan.compile:  # a model that is loaded anew would be compiled anew
-        compile_layers(session.trainer.model)
+        model: Any = session.trainer.model
+        switch(both_forwards(model, COMPILED.name, before.kernels)[1])
         session = _with_plan(session, plan)
     else:
         session = prepare_session(close_session(session, plan), announce=False)

@@ -9,11 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch._subclasses import FakeTensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from sft_play.choices.kernels import COMPILED, LAYERS, LIBRARY
 from sft_play.job import request_of
 from sft_play.launch import accelerate
-from sft_play.model.layers import compilation, own_passes
+from sft_play.model.layers import compilation, library_passes, own_passes
 from sft_play.planning.answers.resumed import resumed_plan
 from sft_play.planning.speed.timed_kernels import Verdict, read_verdicts, write_verdict
 from sft_play.runlog import RunDir, read_json
@@ -169,6 +170,30 @@ def test_it_tries_them_and_keeps_them_where_they_are_faster(tiny_model, tmp_path
     assert any("timed here before step 1: Compiled layers: a step took" in why for why in plan.why)
     again = sized(make_job(tiny_model, tmp_path, "again", **LONG)).plan
     assert (again.compile, again.kernels_origin) == (True, "probe")
+
+
+@pytest.mark.slow
+def test_they_are_tried_too_where_other_kernels_have_won_and_take_their_place(
+    tiny_model, tmp_path, monkeypatch, compiles
+):
+    settings = LONG | {"kernels": "auto"}
+    job = sized(make_job(tiny_model, tmp_path, "first", **settings))
+    write_verdict(_path(job), "library", Verdict(seconds=0.1, beside=0.11))
+    job = sized(make_job(tiny_model, tmp_path, "faster", **settings))
+    assert (job.plan.kernels, job.plan.kernels_origin) == ("library", "probe")
+    (rival,) = rivals_of(job, 0.1).values()
+    assert (rival.plan.kernels, rival.plan.compile) == ("own", True)
+    slowly = library_passes.norm_forward
+    monkeypatch.setattr(library_passes, "norm_forward", lambda module, x: slow(slowly(module, x), x))
+    session, _ = proven(job)
+    assert (session.job.plan.kernels, session.job.plan.compile) == ("own", True)
+    norms = [module for module in session.trainer.model.modules() if isinstance(module, LlamaRMSNorm)]
+    in_layers = {own_passes.forward_of(norm).__func__ for norm in norms}
+    assert in_layers == {own_passes.norm_forward}  # ours are what is compiled
+    verdict = read_verdicts(_path(job))["compiled"]
+    assert verdict.wins and verdict.beside > 0.1  # of our own, which are slower than those that won
+    again = sized(make_job(tiny_model, tmp_path, "again", **settings)).plan
+    assert (again.kernels, again.compile) == ("own", True)
 
 
 @pytest.mark.slow

@@ -52,14 +52,30 @@ def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
     Returns:
         How many modules these are.
     """
-    code = code_of(kernels)
+    forwards = _forwards(model, kernels)
+    for module, forward in forwards.items():
+        replace_forward(module, forward)
+    return len(forwards)
+
+
+def forwards_with(model: torch.nn.Module, kernels: str, *, instead_of: str) -> dict[torch.nn.Module, Any]:
+    """Module -> how it computes with kernels in place of others; what neither serves is left out."""
+    if kernels == instead_of:
+        return {}
+    served = {
+        module for module, forward in _forwards(model, instead_of).items() if forward_of(module) == forward
+    }
+    return {module: MethodType(type(module).forward, module) for module in served} | _forwards(model, kernels)
+
+
+def _forwards(model: torch.nn.Module, kernels: str) -> dict[torch.nn.Module, Any]:
+    """Module -> how it computes with kernels, of those that they serve."""
+    code, forwards = code_of(kernels), dict[torch.nn.Module, Any]()
     replacements = {kind: _replacement(kind, code) for kind in set(map(type, model.modules()))}
-    count = 0
     for module in model.modules():
         if forward := replacements[type(module)] or code.forward_for(module):
-            replace_forward(module, MethodType(forward, module))
-            count += 1
-    return count
+            forwards[module] = MethodType(forward, module)
+    return forwards
 
 
 def replace_forward(module: torch.nn.Module, forward: object) -> None:

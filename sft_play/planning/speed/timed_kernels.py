@@ -22,7 +22,7 @@ LEAST_GAIN = 0.02  # of a step's time; what is faster by less may be so by chanc
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How kernels did beside those in use: seconds of a step of each, or what spoke against them."""
+    """How kernels did beside others: seconds of a step of each, or what spoke against them."""
 
     seconds: float | None = None
     beside: float | None = None
@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Of the time that a step took with those in use; infinite if it could not be told."""
+        """Of the time that a step took with the others; infinite if it could not be told."""
         return self.seconds / self.beside if self.seconds and self.beside and not self.problem else math.inf
 
     @property
@@ -42,9 +42,19 @@ class Verdict:
         beside = self.beside or 0.0
         return (1 - self.share) * beside > max(self.spread, LEAST_GAIN * beside)
 
-    def pays(self, steps: int) -> bool:
-        """Whether what a run of so many steps gains by them is more than the first step costs."""
-        return self.wins and ((self.beside or 0.0) - (self.seconds or 0.0)) * steps > self.first_seconds
+    def pays(self, steps: int, share: float = 1.0) -> bool:
+        """Whether what a run of so many steps gains by them is more than the first step costs.
+
+        It would take that share of the time `beside` without them.
+        """
+        gain = share * (self.beside or 0.0) - (self.seconds or 0.0)
+        return self.wins and gain * steps > self.first_seconds
+
+    def beside_own(self, in_use: "Verdict | None") -> "Verdict":
+        """The same beside our own kernels, if those in use had been found to be faster than these."""
+        if in_use is None or not self.beside or not in_use.wins:
+            return self
+        return replace(self, beside=self.beside / in_use.share)
 
     def said(self, label: str) -> str:
         """What was found, in a line; the label is that of the kernels."""
@@ -64,7 +74,7 @@ def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) 
 
 
 def read_verdicts(path: Path, now: Callable[[], float] = time.time) -> dict[str, Verdict]:
-    """By name of kernels, in the file that `kernels_path` names; after a week they may be timed again."""
+    """Beside our own, by name, from the file of `kernels_path`; after a week they may be timed again."""
     known = TypeAdapter(dict[str, Verdict]).validate_python(read_value(path) or {})
     return {name: one for name, one in known.items() if now() - one.at < HALF_LIFE_S}
 

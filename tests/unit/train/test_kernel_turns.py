@@ -71,6 +71,19 @@ def test_what_takes_long_to_begin_pays_in_a_run_that_gains_more():
         == "Compiled layers: a step took 1.5 s instead of 2.0 s, after 1 min 30 s of preparation"
     )
     assert not Verdict(seconds=2.0, beside=2.0).pays(10**9)
+    # others take 0.8 of the time, so that it gains 0.1 s a step
+    assert compiled.pays(901, 0.8) and not compiled.pays(899, 0.8) and not compiled.pays(10**9, 0.75)
+
+
+def test_what_was_timed_beside_faster_kernels_is_kept_as_beside_our_own():
+    liger = Verdict(seconds=0.8, beside=1.0)
+    compiled = Verdict(seconds=0.72, beside=0.9, spread=0.01)
+    assert compiled.beside_own(liger).share == pytest.approx(0.64)
+    assert winners_of({"liger": liger, "compiled": compiled.beside_own(liger)}) == ["compiled", "liger"]
+    for without in (None, Verdict(problem="memory ran out"), Verdict(seconds=1.0, beside=1.0)):
+        assert compiled.beside_own(without) is compiled
+    wrong = Verdict(problem="memory ran out")
+    assert wrong.beside_own(liger) is wrong
 
 
 def test_the_longest_time_to_compile_is_remembered_for_each_device():
