@@ -7,12 +7,12 @@ launch` sets some from its config file. What is removed is named by the banner o
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from sft_play.machine.host import asked_threads
+from sft_play.machine.host import asked_threads, usable_cores
 from sft_play.upstream.patching import lasting
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
@@ -56,6 +56,8 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.
 NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
 
+MOST_COMPILING = 32  # processes of a rank, PyTorch's own limit
+
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
 # compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
 # for other libraries than libgomp.
@@ -76,6 +78,8 @@ def set_environment(*, rank: bool = False) -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
+    if rank:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiling_processes(os.environ)))
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
@@ -92,6 +96,12 @@ def _as_it_was() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         logging.getLogger("bitsandbytes").setLevel(said)
+
+
+def compiling_processes(environment: Mapping[str, str]) -> int:
+    """How many a rank compiles in; PyTorch would start as many as there are cores for each of the ranks."""
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_COMPILING, usable_cores() // ranks))
 
 
 def find_own_programs() -> None:

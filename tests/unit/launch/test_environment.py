@@ -78,6 +78,12 @@ def test_what_changes_nothing_is_not_spoken_of():
     assert values == {IGNORED_VARIABLE: ""}
 
 
+@pytest.mark.parametrize(("cores", "ranks", "processes"), [(16, 8, 2), (16, 1, 16), (128, 2, 32), (4, 8, 1)])
+def test_ranks_of_a_machine_share_the_processes_that_compile(monkeypatch, cores, ranks, processes):
+    monkeypatch.setattr(environment, "usable_cores", lambda: cores)
+    assert environment.compiling_processes({"LOCAL_WORLD_SIZE": str(ranks)}) == processes
+
+
 READS = re.compile(
     r"""(?:environ(?:\.get|\.pop|\.setdefault)?\s*[\[(]|getenv\(|_from_env\(\s*\[?|is_env_variable_\w+\()"""
     r"""\s*["']([A-Z][A-Z0-9_]{2,})["']"""
