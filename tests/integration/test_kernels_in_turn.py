@@ -92,17 +92,30 @@ def test_kernels_that_are_slower_or_wrong_or_fail_are_left_out_and_not_asked_aga
     assert "timed: Odd kernels" not in capsys.readouterr().out
 
 
-def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
-    """Rank 0 alone would take those of transformers, which are slow on rank 1."""
+def trained_on_two(script: str, tiny_model, tmp_path, monkeypatch, *words):
+    """What a run of two ranks prints, each of them started by a script of these tests, and its plan."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / "slowed_rank.py")
+    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / script)
     config = make_workspace(tmp_path / "work", tiny_model)
-    words = ("train.effective_batch_size=8", "train.gradient_checkpointing=false", "train.max_steps=2")
+    words += ("train.effective_batch_size=8", "train.gradient_checkpointing=false", "train.max_steps=2")
     more = ("--processes", "2", "--engine", "ddp", "train.probe=search", "eval.generate=false")
     done = sft("train", "--config", config, *words, *more)
     assert done.code == 0, done.err
-    assert "timed: The passes of transformers: a step took" in done.out and "not a clear gain" in done.out
-    assert read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]["kernels"] == "own"
+    return done.out, read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]
+
+
+def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
+    """Rank 0 alone would take those of transformers, which are slow on rank 1."""
+    out, plan = trained_on_two("slowed_rank.py", tiny_model, tmp_path, monkeypatch)
+    assert "timed: The passes of transformers: a step took" in out and "not a clear gain" in out
+    assert plan["kernels"] == "own"
+
+
+@pytest.mark.slow
+def test_two_ranks_try_compiled_layers_together(tiny_model, tmp_path, monkeypatch):
+    out, plan = trained_on_two("compiling_rank.py", tiny_model, tmp_path, monkeypatch, "train.kernels=own")
+    assert out.count("timed: Compiled layers: a step took") == 1
+    assert plan["compile"] is True and plan["kernels_origin"] == "probe"
 
 
 def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_on(
