@@ -95,7 +95,9 @@ CODE = {
 
 def test_no_message_spells_a_command_or_a_setting_by_hand():
     """Such a message would be wrong for half of its readers."""
-    by_hand = re.compile(rf"\bmake ({'|'.join(sorted(TARGETS, reverse=True))})\b|(?<!\w)({'|'.join(VARIABLES)})=")
+    by_hand = re.compile(
+        rf"\bmake ({'|'.join(sorted(TARGETS, reverse=True))})\b|(?<!\w)({'|'.join(VARIABLES)})="
+    )
     found = {
         (file, node.value)
         for file, nodes in CODE.items()
@@ -118,7 +120,10 @@ def test_every_command_in_a_message_is_one_that_sft_play_understands(monkeypatch
         (value_of(node.args[0]), {word.arg: value_of(word.value) for word in node.keywords if word.arg})
         for nodes in CODE.values()
         for node in nodes
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "make" and node.args
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "make"
+        and node.args
     ]
     written = [(target, settings) for target, settings in calls if target in TARGETS]
     assert len(written) > 40
