@@ -17,8 +17,8 @@ from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.export.architecture import Gguf, head_size, rope_settings
 from sft_play.spelling import var
 
-TEXT_PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language|text)_model\.(?:model\.)?")
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.")
 ROPE_FACTORS = "rope_freqs.weight"
 
 
