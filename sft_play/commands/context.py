@@ -13,10 +13,11 @@ from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.report.context import context_report, problem_of
+from sft_play.report.context import context_report, problem_of, row_line
 from sft_play.report.layout import apart, stopped
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import quoted, var
+from sft_play.ui.console import console
 from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
@@ -43,7 +44,7 @@ def asked_tokens(typed: str) -> int | None:
 def context_answer(
     asked: Asked, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
 ) -> tuple[dict[str, Any], RenderableType]:
-    """The longest rows as JSON and as a report.
+    """The longest rows as JSON and as a report; on a terminal, each is said when it is found.
 
     Raises:
         ConfigError: CONTEXT is no length, or more than the model has positions; or nothing says which GPU.
@@ -74,12 +75,15 @@ def context_answer(
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))
     rows, searches, complete = list[dict[str, Any]](), 0, True
+    appear = console().is_terminal and not asked.json
     try:
         with progress_bar("looking for the longest rows", total) as advance:
             for found in longest_rows(requests, modes, length):
                 rows += found
                 searches += 1
                 advance(1)
+                for row in found if appear else ():
+                    console().print(row_line(row, gpu=bool(machine.gpus)))
     except KeyboardInterrupt:
         complete = False
     tree = {
@@ -91,6 +95,8 @@ def context_answer(
         "why": notes,
         "complete": complete,
     }
+    if appear and rows:
+        console().print()
     if not complete:
         shown = [context_report(tree)] if rows else []
         return tree, apart(*shown, stopped(f"{searches} of {total} searches were made", asked.command))
