@@ -8,7 +8,7 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import detect, what_if
+from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
@@ -75,15 +75,13 @@ def context_answer(
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))
     rows, searches, complete = list[dict[str, Any]](), 0, True
-    appear = console().is_terminal and not asked.json
     try:
         with progress_bar("looking for the longest rows", total) as advance:
             for found in longest_rows(requests, modes, length):
                 rows += found
                 searches += 1
                 advance(1)
-                for row in found if appear else ():
-                    console().print(row_line(row, gpu=bool(machine.gpus)))
+                _show(found, asked, machine)
     except KeyboardInterrupt:
         complete = False
     tree = {
@@ -95,11 +93,15 @@ def context_answer(
         "why": notes,
         "complete": complete,
     }
-    if appear and rows:
-        console().print()
     if not complete:
         shown = [context_report(tree)] if rows else []
         return tree, apart(*shown, stopped(f"{searches} of {total} searches were made", asked.command))
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return tree, context_report(tree)
+
+
+def _show(found: list[dict[str, Any]], asked: Asked, machine: Machine) -> None:
+    """Says on a terminal what was found."""
+    for row in found if console().is_terminal and not asked.json else ():
+        console().print(row_line(row, gpu=bool(machine.gpus)))
