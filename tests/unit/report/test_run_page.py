@@ -86,6 +86,13 @@ def test_folders_of_the_machine_are_left_out(page):
     assert "/home" not in page
 
 
+def test_a_command_is_shown_as_typed_or_says_where_its_folders_are(page, tmp_path):
+    assert "make train CONFIG=.../run.yaml (its folders are in environment.json)" in page
+    run = finished(tmp_path / "one")
+    run.write_json(run.environment, {"command": "make train CONFIG=my.yaml"})
+    assert "<dd>make train CONFIG=my.yaml</dd>" in page_of(run)
+
+
 def test_access_tokens_are_masked_also_those_that_escaping_would_change(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "a&b<c>d'e")
     run = finished(tmp_path / "one")
