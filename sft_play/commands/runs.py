@@ -65,7 +65,7 @@ def removable(names: Sequence[str], folder: Path) -> list[RunDir]:
 def _removable(name: str, folder: Path) -> RunDir:
     run = RunDir(folder / name)
     if name in ("", ".", "..") or "/" in name:
-        raise ConfigError(f"{name!r} is not the name of a run in {folder}; `sft-play runs` lists them")
+        raise ConfigError(f"{name!r} is not the name of a run in {folder}; `make runs` lists them")
     if run.path.is_symlink():
         raise ConfigError(f"{run.path} is a symbolic link, so it is not removed")
     if not run.path.is_dir():
