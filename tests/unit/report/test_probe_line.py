@@ -26,4 +26,6 @@ def test_a_resumed_run_has_the_steps_left_that_it_has_not_done():
     tree, result = PLAN.to_json(), asdict(ProbeResult(phases={"forward": 2**20}, step_seconds=2.0))
     tree["plan"]["total_steps"] = 40
     assert probe_line(tree, result).endswith("about 2.0 s per step, 1 min 20 s for all of 40 steps")
-    assert probe_line(tree, result, 30).endswith("about 2.0 s per step, 20.0 s for the 10 steps that are left")
+    assert probe_line(tree, result, 30).endswith(
+        "about 2.0 s per step, 20.0 s for the 10 steps that are left"
+    )
