@@ -28,13 +28,12 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
     with (folder / FILE).open(encoding="utf-8") as file:
         lines = "".join(f"  {line}\n" for line in by_cause(islice(file, SHOWN)))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
-    them = "it" if bad == 1 else "them"
+    them, said = ("it", "is not valid") if bad == 1 else ("them", "are not valid")
     dropped = (
         f', or leave {them} out: ARGS="data.bad_rows=drop"' if bad < read else "; there are no other rows"
     )
     raise DataError(
-        f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
-        f"Correct {them}{dropped}"
+        f"{what}: {bad:,} of {counted(read, 'row')} {said}{first}:\n{lines}Correct {them}{dropped}"
     )
 
 
@@ -52,7 +51,3 @@ def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
     """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
     bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats[split])
     return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"

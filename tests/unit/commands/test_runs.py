@@ -27,10 +27,10 @@ def test_runs_are_removed_with_yes_alone_and_nothing_else_is(tmp_path, capsys, m
         finished(tmp_path / name)
     (tmp_path / "one" / "link").symlink_to(tmp_path / "two")
     command = ["runs", "remove", "one", "two", "--runs", str(tmp_path)]
-    assert main(command) == 2 and "add --yes" in capsys.readouterr().err
-    with monkeypatch.context() as by_make:
-        by_make.setenv("SFT_PLAY_MAKE", "1")
-        assert main(command) == 2 and "add CONFIRM=1" in capsys.readouterr().err
+    assert main(command) == 2 and "add CONFIRM=1" in capsys.readouterr().err
+    with monkeypatch.context() as alone:
+        alone.delenv("SFT_PLAY_MAKE")
+        assert main(command) == 2 and "add --yes" in capsys.readouterr().err
     assert (tmp_path / "one").is_dir()
     (tmp_path / "two" / "plan.json").unlink()
     assert main([*command, "--yes"]) == 2 and "lacks one of them" in capsys.readouterr().err
