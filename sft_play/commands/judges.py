@@ -14,6 +14,7 @@ from sft_play.commands.answers import Compared
 from sft_play.config.load import OF_RUN, ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.runlog import GIVEN
+from sft_play.spelling import var
 from sft_play.ui.console import warn
 
 Judge = Callable[[str, str, Mapping[str, Any]], Any]  # of an answer, its reference and the row
@@ -34,7 +35,7 @@ def require_given(resolved: ResolvedConfig) -> None:
     origin = Path(resolved.origins.get("eval.metrics", ""))
     if own and (origin.name == OF_RUN or origin.parent.name == GIVEN):
         metrics = ",".join(resolved.config.eval.metrics)
-        again, without = (f'ARGS="eval.metrics=[{names}]"' for names in (metrics, DEFAULT[0]))
+        again, without = (var(ARGS=f"eval.metrics=[{names}]") for names in (metrics, DEFAULT[0]))
         if any(name.startswith("__main__:") for name in own):  # of a script or notebook, as no command is
             again = f"metrics=[..., {own[0].partition(':')[2]}] to sft.evaluate in the script that has it"
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from sft_play.data.splits import SPLITS
 from sft_play.errors import DataError
+from sft_play.spelling import var
 from sft_play.units import counted
 
 FILE = "bad_rows.txt"  # a line for each, beside the tokenized rows
@@ -29,9 +30,8 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
         lines = "".join(f"  {line}\n" for line in by_cause(islice(file, SHOWN)))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
     them, said = ("it", "is not valid") if bad == 1 else ("them", "are not valid")
-    dropped = (
-        f', or leave {them} out: ARGS="data.bad_rows=drop"' if bad < read else "; there are no other rows"
-    )
+    dropping = f", or leave {them} out: {var(ARGS='data.bad_rows=drop')}"
+    dropped = dropping if bad < read else "; there are no other rows"
     raise DataError(
         f"{what}: {bad:,} of {counted(read, 'row')} {said}{first}:\n{lines}Correct {them}{dropped}"
     )

@@ -17,7 +17,7 @@ from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.table import Table, markdown
 from sft_play.report.tables import MISSING, metric_table, with_perplexity
 from sft_play.runlog import RunDir, read_json
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
@@ -187,7 +187,7 @@ def _scores(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, A
     parts = []
     for split, columns in {"": both, **evaluations}.items():
         if table := markdown(metric_table(columns)):
-            parts += [f"{as_typed('`make eval`')} on the {split} split:", table] if split else [table]
+            parts += [f"`{make('eval')}` on the {split} split:", table] if split else [table]
     return "\n\n".join(parts)
 
 
