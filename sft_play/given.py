@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from sft_play.commands.judges import hand_over
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.files import replacing_file, storing, write_atomic
@@ -19,6 +20,7 @@ from sft_play.resources import located
 from sft_play.rows.formats import FORMATS, detect_format
 from sft_play.rows.json_files import Row
 from sft_play.runlog import GIVEN
+from sft_play.spelling import settings_page
 
 
 def _names(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[str]:
@@ -60,6 +62,7 @@ def _name_of(function: object) -> str:
             f"metrics: {name} of {module} is not found by that name, and a run keeps the names of its "
             "metrics; give a function that a `def` in a module, a script or a notebook defines"
         )
+    hand_over(f"{module}:{name}")
     return f"{module}:{name}"
 
 
@@ -71,7 +74,7 @@ def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
         written = " or ".join("_".join(name.split(".")[-2:]) for name in names)
         raise ConfigError(f"{keyword} is a setting of {len(names)} sections; write {written}")
     close = difflib.get_close_matches(keyword, known, n=1)
-    meant = f"; did you mean {close[0]}?" if close else "; docs/reference/config.md lists all settings"
+    meant = f"; did you mean {close[0]}?" if close else f"; {settings_page()} lists all settings"
     raise ConfigError(f"{keyword} is not a setting{meant}")
 
 

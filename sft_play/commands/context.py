@@ -8,14 +8,16 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import detect, what_if
+from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.report.context import context_report, problem_of
+from sft_play.report.context import context_report, problem_of, row_line
 from sft_play.report.layout import apart, stopped
 from sft_play.sizing.facts.architecture import Architecture
+from sft_play.spelling import quoted, var
+from sft_play.ui.console import console
 from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
@@ -34,15 +36,15 @@ def asked_tokens(typed: str) -> int | None:
     if digits.isdigit() and int(digits) >= LEAST:
         return int(digits)
     raise ConfigError(
-        f"CONTEXT={typed}: expected max, for the longest row that fits, or the tokens of a row, "
-        f"at least {LEAST}: CONTEXT=32768"
+        f"{var(CONTEXT=typed)}: expected max, for the longest row that fits, or the tokens of a row, "
+        f"at least {LEAST}: {var(CONTEXT=32768)}"
     )
 
 
 def context_answer(
     asked: Asked, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
 ) -> tuple[dict[str, Any], RenderableType]:
-    """The longest rows as JSON and as a report.
+    """The longest rows as JSON and as a report; on a terminal, each is said when it is found.
 
     Raises:
         ConfigError: CONTEXT is no length, or more than the model has positions; or nothing says which GPU.
@@ -50,15 +52,16 @@ def context_answer(
     """
     config, length = resolved.config, asked_tokens(asked.context or LONGEST)
     if asked.model and not asked.gpu:
-        raise ConfigError(f'CONTEXT={asked.context} needs one kind of GPU: add GPU="H100 80GB" (and NGPU=8)')
+        add = f"{var(GPU=quoted('H100 80GB'))} (and {var(NGPU=8)})"
+        raise ConfigError(f"{var(CONTEXT=asked.context)} needs one kind of GPU: add {add}")
     if config.train.packing and config.train.effective_batch_size:
         raise ConfigError(
-            "CONTEXT varies the length of rows, but with train.packing, train.effective_batch_size counts "
-            "their tokens: leave it out"
+            f"{var(CONTEXT=None)} varies the length of rows, but with train.packing, "
+            "train.effective_batch_size counts their tokens: leave it out"
         )
     positions = architecture.facts.position_limit
     if length is not None:
-        require_positions("CONTEXT", length, config.model, positions)
+        require_positions(var(CONTEXT=length), length, config.model, positions)
     unsaid = not asked.config and resolved.origins["tuning.mode"] == "default"
     modes = MODES if unsaid else (config.tuning.mode,)
     here = what_if(asked.gpu, 1) if asked.gpu else detect()
@@ -78,6 +81,7 @@ def context_answer(
                 rows += found
                 searches += 1
                 advance(1)
+                _show(found, asked, machine)
     except KeyboardInterrupt:
         complete = False
     tree = {
@@ -95,3 +99,9 @@ def context_answer(
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return tree, context_report(tree)
+
+
+def _show(found: list[dict[str, Any]], asked: Asked, machine: Machine) -> None:
+    """Says on a terminal what was found."""
+    for row in found if console().is_terminal and not asked.json else ():
+        console().print(row_line(row, gpu=bool(machine.gpus)))

@@ -9,7 +9,7 @@ import click
 from sft_play.commands.command_line import Arguments, command, end, flag, switch
 from sft_play.commands.handlers import folder_of_runs
 from sft_play.errors import ConfigError
-from sft_play.spelling import as_typed
+from sft_play.spelling import either, make
 from sft_play.ui.console import console
 
 
@@ -25,15 +25,17 @@ def list_or_remove(args: Arguments, words: tuple[str, ...], runs: Path, yes: boo
 
     if not words:
         rows = rows_of(runs)
-        none = f"There are no runs in {runs}; `make train` makes one"
-        return end(args, as_json(rows), on_screen(runs_table(rows)) if rows else as_typed(none))
+        none = f"There are no runs in {runs}; `{make('train')}` makes one"
+        return end(args, as_json(rows), on_screen(runs_table(rows)) if rows else none)
     if words[0] != "remove" or len(words) < 2:
         raise ConfigError(f"runs {shlex.join(words)}: expected nothing, or `remove` and names of runs")
     found = removable(words[1:], runs)
     sizes = {run: size_of(run) for run in found}
     if not yes and not sys.stdin.isatty():
-        raise ConfigError(f"this removes {', '.join(words[1:])} with all checkpoints; add --yes to proceed")
-    question = f"Remove {', '.join(words[1:])} with all files ({format_bytes(sum(sizes.values()))})?"
+        added = either("CONFIRM=1", "--yes")
+        raise ConfigError(f"this removes {', '.join(words[1:])} with all checkpoints; add {added} to proceed")
+    size = format_bytes(sum(sizes.values()))
+    question = f"Remove {', '.join(words[1:])} in {runs} with all files ({size})?"
     if yes or click.confirm(question, err=True):
         for run in found:
             remove(run)

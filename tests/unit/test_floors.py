@@ -25,6 +25,7 @@ FLOORS = [
     ["reasons", "timeline", "upstream"],
     ["engines"],
     ["machine", "model.attention.table", "hub", "libraries"],
+    ["vision"],
     ["data", "model.architecture.published"],
     ["data.prepare", "report"],
     ["data.show"],

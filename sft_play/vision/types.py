@@ -1,0 +1,70 @@
+"""The pictures of a row, from reading to the loader, and their column in prepared rows."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import datasets
+
+_NUMBERS = ("height", "width", "rows", "columns", "units", "tokens")
+FIT = pa.struct([(name, pa.int32()) for name in _NUMBERS])
+PICTURE = pa.struct(
+    [("path", pa.string()), ("size", pa.int64()), ("height", pa.int32()), ("width", pa.int32()), ("fit", FIT)]
+)
+PICTURES = pa.list_(PICTURE)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a picture of some size is given to a model."""
+
+    height: int
+    """In pixels, after it was resized; of a picture that is cut into tiles, before that."""
+    width: int
+    rows: int
+    """Of the grid: of patches (Qwen, before they are merged), or of tiles (0 x 0: one that is not cut)."""
+    columns: int
+    units: int
+    """What the tower sees: patches, or tiles with the one of the whole picture."""
+    tokens: int
+    """Image tokens of the row that its features replace."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a row; it is decoded when it is used."""
+
+    path: str
+    """The file of its bytes: where the data has it, or relative to the folder of the prepared rows."""
+    size: int
+    """Of that file, in bytes."""
+    height: int
+    """In pixels, as it is shown: rotated as the file says."""
+    width: int
+    fit: Fit
+
+
+def pictures_of(cell: Iterable[Mapping[str, Any]]) -> list[Picture]:
+    """The pictures of a row, from its cell in the column `pictures` or from a prepared conversation."""
+    return [Picture(**{**one, "fit": Fit(**one["fit"])}) for one in cell]
+
+
+def picture_lists(rows: Iterable[Iterable[Picture]]) -> pa.Array:
+    """The column `pictures` of rows."""
+    return pa.array([[asdict(picture) for picture in row] for row in rows], PICTURES)
+
+
+def picture_counts(rows: "datasets.Dataset") -> np.ndarray:
+    """Pictures, units and image tokens of each prepared row, int64 [rows, 3]."""
+    column = rows.select_columns(["pictures"]).with_format("arrow")[:]["pictures"].combine_chunks()
+    counts = column.value_lengths().to_numpy()
+    ends = np.cumsum(counts)
+    fits = column.flatten().field("fit")
+    sums = [
+        np.concatenate([[0], np.cumsum(fits.field(name))])[[ends - counts, ends]] for name in _NUMBERS[-2:]
+    ]
+    return np.stack([counts, *(after - before for before, after in sums)], axis=1).astype(np.int64)
