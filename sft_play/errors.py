@@ -3,16 +3,11 @@
 A message says what was requested, what was found, what is allowed, and the next command to run.
 """
 
-from sft_play.spelling import as_typed
-
 
 class SftPlayError(Exception):
     """Base of every error that the user can act on; the CLI prints it without a traceback."""
 
     exit_code = 1
-
-    def __str__(self) -> str:
-        return as_typed(super().__str__())
 
 
 class ConfigError(SftPlayError):

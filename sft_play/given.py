@@ -19,6 +19,7 @@ from sft_play.resources import located
 from sft_play.rows.formats import FORMATS, detect_format
 from sft_play.rows.json_files import Row
 from sft_play.runlog import GIVEN
+from sft_play.spelling import settings_page
 
 
 def _names(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[str]:
@@ -71,7 +72,7 @@ def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
         written = " or ".join("_".join(name.split(".")[-2:]) for name in names)
         raise ConfigError(f"{keyword} is a setting of {len(names)} sections; write {written}")
     close = difflib.get_close_matches(keyword, known, n=1)
-    meant = f"; did you mean {close[0]}?" if close else "; docs/reference/config.md lists all settings"
+    meant = f"; did you mean {close[0]}?" if close else f"; {settings_page()} lists all settings"
     raise ConfigError(f"{keyword} is not a setting{meant}")
 
 

@@ -3,6 +3,7 @@
 import re
 
 from sft_play.errors import ConfigError
+from sft_play.spelling import login, make, var
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -12,11 +13,13 @@ def access_token(repository: str) -> str:
     from huggingface_hub import get_token
 
     if not REPOSITORY.fullmatch(repository):
-        raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
+        raise ConfigError(
+            f"{var(REPO=repository)} is not the name of a repository; expected: {var(REPO='user/name')}"
+        )
     token = get_token()
     if not token:
         raise ConfigError(
-            "make push needs a Hugging Face access token: create one with write permission at "
-            "https://huggingface.co/settings/tokens, then run `.venv/bin/hf auth login` or set HF_TOKEN"
+            f"{make('push')} needs a Hugging Face access token: create one with write permission at "
+            f"https://huggingface.co/settings/tokens, then run `{login()}` or set HF_TOKEN"
         )
     return token

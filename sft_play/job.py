@@ -34,7 +34,7 @@ from sft_play.planning.speed.devices import ensure_profile
 from sft_play.report.layout import make_command
 from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
 from sft_play.sizing.facts.architecture import Architecture
-from sft_play.spelling import as_typed
+from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, spinner
@@ -80,7 +80,7 @@ class Job:
     def resume_command(self) -> str:
         """What continues from the latest checkpoint, on as many processes of this machine."""
         if self.ranks.spans_machines:
-            return as_typed('the same command on each machine, with ARGS="train.resume=auto"')
+            return f"the same command on each machine, with {var(ARGS='train.resume=auto')}"
         return self.run.resume_command(self.ranks.local_world_size)
 
 
@@ -138,7 +138,9 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
         )
     plans = [Plan.from_json(tree) for _, tree in offers]
     if len({plan.device for plan in plans}) > 1:
-        raise LaunchError("only some of the processes found a GPU; compare `make gpu-info` on the machines")
+        raise LaunchError(
+            f"only some of the processes found a GPU; compare `{make('gpu-info')}` on the machines"
+        )
     return min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0)
 
 

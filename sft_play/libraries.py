@@ -17,6 +17,7 @@ from sft_play.engines.registry import distributed_engines
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import installed_versions
 from sft_play.secrets import redact
+from sft_play.spelling import make
 
 OURS = str(Path(__file__).parent)
 OF_A_LIBRARY = re.compile(
@@ -45,7 +46,7 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     there or in what it calls of other libraries. The traceback is kept in a file.
     """
     if isinstance(error, ModuleNotFoundError) and error.name in _needed():
-        return ConfigError(f"the package {error.name} is not installed; run `make install`")
+        return ConfigError(f"the package {error.name} is not installed; run `{make('install')}`")
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith(TORCH_LOGS_READER):
         value = os.environ.get("TORCH_LOGS")
@@ -62,7 +63,7 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     advice = _settings(config, library, MODEL_TYPE.match(file)) if config else []
     if frame.name == "<module>":
-        advice = ["It could not be imported; run `make install`"]
+        advice = [f"It could not be imported; run `{make('install')}`"]
     lines = [
         f"{name} failed in {file}, line {frame.lineno}, {frame.name}",
         f"{type(error).__name__}: {reason}",

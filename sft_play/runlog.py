@@ -22,7 +22,7 @@ import psutil
 from sft_play.errors import RunInUseError
 from sft_play.files import read_whole, storing, write_atomic
 from sft_play.secrets import redact
-from sft_play.spelling import RUNS, as_typed
+from sft_play.spelling import RUNS, make, var
 from sft_play.units import KIB, MIB
 
 GIVEN = ".given"  # in the folder of a run: rows and settings from Python; it stays when a run is moved aside
@@ -85,8 +85,8 @@ class RunDir:
 
     def resume_command(self, processes: int = 1) -> str:
         """What continues from the latest checkpoint, with the settings that the run has."""
-        count = f" NGPU={processes}" if processes > 1 else ""
-        return as_typed(f"make resume RUN={shlex.quote(self.typed)}{count}")
+        several = {"NGPU": processes} if processes > 1 else {}
+        return make("resume", RUN=shlex.quote(self.typed), **several)
 
     def write_json(self, path: Path, value: object) -> None:
         """Writes `path` atomically."""
@@ -126,7 +126,8 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
             raise RunInUseError(
-                f"{run.path} is in use by {holder}. Wait for it, or give this run another name: RUN=<name>"
+                f"{run.path} is in use by {holder}. Wait for it, or give this run another name: "
+                + var(RUN="<name>")
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")

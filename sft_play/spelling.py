@@ -1,11 +1,10 @@
-"""How commands are spelled: messages are written with the targets and variables of make, and shown as typed.
+"""How commands are spelled: a message names a target and variables of make, and its reader sees what to type.
 
-Who did not come through make reads the commands and flags of `sft-play` instead: "run `make train NGPU=2`"
-becomes "run `sft-play train --processes 2`".
+`make("train", NGPU=2)` is "make train NGPU=2"; for who did not come through make, it is
+"sft-play train --processes 2".
 """
 
 import os
-import re
 import shlex
 
 BY_MAKE = "SFT_PLAY_MAKE"  # which the Makefile sets
@@ -70,25 +69,8 @@ OVERRIDES = {
     "ZERO": "parallel.engine=deepspeed_z{}",
 }
 OF_TARGET = {("plan", "NGPU"): "--gpus", ("train-slurm", "NGPU"): "--gpus", ("report", "RUN"): ""}
-WORDS = {
-    "make install": "pip install <the wheel of SFT-Play>",
-    ".venv/bin/hf": "hf",
-    ".venv/bin/accelerate launch scripts/train_distributed.py": (
-        "accelerate launch --module sft_play.scripts.train_distributed"
-    ),
-    "docs/reference/config.md lists": "`sft-play config-schema` lists",
-}
 # After training RUN names a run, with the settings that it was trained with.
 AFTER = ("eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "export", "push", "resume")
-NAMES = "|".join((*FLAGS, *SWITCHES, *OVERRIDES, "ARGS"))
-VALUE = r"""(?:"[^"]*"|'(?:[^']|'\\'')*'|<[^<>]*>|[^\s"'`,;:()<>]|[:;,](?=\S))*"""
-KNOWN = "|".join(sorted(TARGETS, reverse=True))
-COMMAND = re.compile(rf"(?<![\w./-])make ({KNOWN})\b(?!-)((?: (?:{NAMES})={VALUE})*)")
-SETTING = re.compile(rf"(?<![\w./-])(?<!variable )({NAMES})=({VALUE})")
-BARE = re.compile(r"\b(?:CONFIG|NGPU|NODES|CONTEXT|ROWS|TOKENS|LENGTHS|GPU_HOUR)\b")
-
-
-RUN = re.compile(rf"\bRUN=({VALUE})")
 
 
 def by_make() -> bool:
@@ -96,37 +78,60 @@ def by_make() -> bool:
     return bool(os.environ.get(BY_MAKE))
 
 
-def as_typed(text: str) -> str:
-    """A message with commands as its reader types them: of make, as they are, or of sft-play."""
+def either(with_make: str, without: str) -> str:
+    """What is there for who has the repository, or what is there for who installed the package."""
+    return with_make if by_make() else without
+
+
+def login() -> str:
+    """The command that asks for an access token of the Hub and keeps it."""
+    return either(".venv/bin/hf auth login", "hf auth login")
+
+
+def settings_page() -> str:
+    """What lists all settings."""
+    return either("docs/reference/config.md", "`sft-play config-schema`")
+
+
+def make(target: str, /, **settings: object) -> str:
+    """The command of a target, for a shell; `settings` as in `var`."""
     if by_make():
-        return text
-    for typed, meant in WORDS.items():
-        text = text.replace(typed, meant)
-    text = SETTING.sub(lambda found: _flag("", *found.groups()), COMMAND.sub(_command, text))
-    return BARE.sub(lambda found: FLAGS[found[0]], text)
-
-
-def _command(found: re.Match[str]) -> str:
-    target, settings = found.groups()
+        return " ".join([f"make {target}", var(**settings)]).rstrip()
+    if target == "install":
+        return "pip install <the wheel of SFT-Play>"
     words = TARGETS[target]
-    if target in AFTER and "CONFIG=" not in settings:
-        settings = RUN.sub(lambda run: f"CONFIG={_folder(run[1])}/config.resolved.yaml", settings)
-    if "--engine" in words and "NGPU=" not in settings:
+    if "--engine" in words and "NGPU" not in settings:
         words += " --processes 0"
-    return f"sft-play {words}{SETTING.sub(lambda each: _flag(target, *each.groups()), settings)}"
+    return " ".join(["sft-play", words, *(_flag(target, *each) for each in settings.items())])
 
 
-def _folder(run: str) -> str:
-    """The folder of a run, which is named by itself or in the folder of runs."""
-    return run if "/" in run else f"{RUNS}/{run}"
+def var(**settings: object) -> str:
+    """Variables of make as they are typed, or the flags and overrides that they are without it.
+
+    Args:
+        settings: name -> value, which is quoted already; the overrides of ARGS are not. None: only the name.
+    """
+    return " ".join(_variable(*each) if by_make() else _flag("", *each) for each in settings.items())
 
 
-def _flag(target: str, name: str, value: str) -> str:
-    """A variable of make as a flag, or as an override."""
+def quoted(words: str) -> str:
+    """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
+    return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'
+
+
+def _variable(name: str, value: object) -> str:
+    return name if value is None else f"{name}={quoted(str(value)) if name == 'ARGS' else value}"
+
+
+def _flag(target: str, name: str, value: object) -> str:
     if name == "ARGS":
-        return " ".join(shlex.split(value)) if value[:1] in "\"'" else value
+        return str(value)
     if name in SWITCHES:
         return SWITCHES[name]
+    if name == "RUN" and target in AFTER:  # a run is named by itself or in the folder of runs
+        folder = value if "/" in str(value) else f"{RUNS}/{value}"
+        return f"{FLAGS['CONFIG']} {folder}/config.resolved.yaml"
     if name in OVERRIDES and (target, name) not in OF_TARGET:
-        return OVERRIDES[name].format(value)
-    return f"{OF_TARGET.get((target, name), FLAGS.get(name, ''))} {value}".lstrip()
+        return OVERRIDES[name].format(value) if value is not None else OVERRIDES[name].partition("=")[0]
+    flag = OF_TARGET.get((target, name), FLAGS.get(name, ""))
+    return flag if value is None else f"{flag} {value}".strip()

@@ -94,7 +94,7 @@ def make_job(
         data = replace(data, shares=(Share(60), Share(40, 1.3)))
     facts = DataFacts.of(data, config)
     architecture = load_model_config(config.model)
-    padding_free = config.train.padding_free is not False
+    padding_free, width = config.train.padding_free is not False, architecture.get_text_config().hidden_size
     drafts = draft_plans(
         config,
         device=Device(kind="cpu", name="CPU", bf16=True),
@@ -104,7 +104,7 @@ def make_job(
         max_seq_len=SEQ,
         attention="varlen_sdpa",
         padding_free=padding_free,
-        largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
+        largest=lambda *cut: facts.largest_micro_batch(*cut, width, padding_free),
     )
     drafts = with_tiles(config.train, drafts) if may_tile(config, SEQ) else drafts
     plan, _ = choose_plan(config, drafts, None, None)

@@ -27,7 +27,7 @@ from sft_play.plan import Device
 from sft_play.planning.candidates.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
-from sft_play.spelling import as_typed
+from sft_play.spelling import login, make, var
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
@@ -48,9 +48,6 @@ class Finding:
     topic: str
     what: str
     fix: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fix", as_typed(self.fix))
 
 
 def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
@@ -132,12 +129,12 @@ def _first_row(config: RunConfig, given: DataInput, source: Source) -> Finding:
         return _unusable(given, error)
     if isinstance(converted, str):
         what = f"{key}: {row.where}: the first row is dropped: {converted}"
-        return Finding(WARNING, "data", what, "run `make prepare` to see how many rows are dropped")
+        return Finding(WARNING, "data", what, f"run `{make('prepare')}` to see how many rows are dropped")
     return Finding(OK, "data", f"{key}: {path}, {name} rows")
 
 
 def _unusable(given: DataInput, error: DataError) -> Finding:
-    where = f"{given.key} in the config" if "[" in given.key else f'ARGS="{given.key}=<file>"'
+    where = f"{given.key} in the config" if "[" in given.key else var(ARGS=f"{given.key}=<file>")
     fix = f"correct the file, or use another one: {where}"
     if given.alone:
         fix = f"correct the file, or use only the training rows: {given.alone}"
@@ -225,7 +222,7 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     limit_network()
-    log_in = "run: .venv/bin/hf auth login"
+    log_in = f"run: {login()}"
     try:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             raise ConnectionError("HF_HUB_OFFLINE is set")
@@ -309,7 +306,9 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
         )
         return Finding(level, "plan", f"{assumed}{error}")
     if plan.memory is None:
-        return Finding(WARNING, "plan", "the memory of this run cannot be predicted", "run `make probe`")
+        return Finding(
+            WARNING, "plan", "the memory of this run cannot be predicted", f"run `{make('probe')}`"
+        )
     needed, budget = format_bytes(plan.memory.process_bytes), format_bytes(plan.memory.budget_bytes)
     where = counted(processes, process_unit(plan.device))
     return Finding(OK, "plan", f"fits {where}: {needed} per process predicted, of a budget of {budget}")
@@ -321,11 +320,11 @@ def disk_findings(output: Path) -> list[Finding]:
     free = free_bytes(folder)
     text = f"output.dir: {format_bytes(free)} free in {folder}"
     if not os.access(folder, os.W_OK):
-        fix = 'set another folder: ARGS="output.dir=<folder>"'
+        fix = f"set another folder: {var(ARGS='output.dir=<folder>')}"
         return [Finding(ERROR, "disk", f"output.dir: {folder} is not writable", fix)]
     if free >= DISK_WARNING_BYTES:
         return [Finding(OK, "disk", text)]
-    fix = 'free some space, or set ARGS="output.dir=<folder on a larger disk>"'
+    fix = f"free some space, or set {var(ARGS='output.dir=<folder on a larger disk>')}"
     return [Finding(ERROR if free < DISK_ERROR_BYTES else WARNING, "disk", text, fix)]
 
 
@@ -333,8 +332,8 @@ def device_findings(machine: Machine) -> Iterator[Finding]:
     """GPUs, and other processes on them."""
     if not machine.gpus:
         what = f"training runs on the CPU: {machine.note}"
-        fix = "fine for small models, such as SmolLM2-135M; `make plan` predicts the step time of larger ones"
-        yield Finding(WARNING, "device", what, fix)
+        larger = f"`{make('plan')}` predicts the step time of larger ones"
+        yield Finding(WARNING, "device", what, f"fine for small models, such as SmolLM2-135M; {larger}")
         return
     what = f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
     yield Finding(OK, "device", what)
@@ -368,12 +367,12 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         if found == "not installed" or not requirement.specifier.contains(found, prereleases=True):
             wrong.append(f"{requirement.name} {found} (needs {requirement.specifier})")
     if wrong:
-        yield Finding(ERROR, "versions", "; ".join(wrong), "run `make install`")
+        yield Finding(ERROR, "versions", "; ".join(wrong), f"run `{make('install')}`")
     else:
         main = [name for name in ("torch", "transformers", "trl", "accelerate") if name in seen]
         versions = ", ".join(f"{name} {seen[name]}" for name in main)
         yield Finding(OK, "versions", f"{len(seen)} packages have supported versions: {versions}")
     if machine.gpus and seen.get("torch", "").endswith("+cpu"):
         what = f"torch {seen['torch']} is a CPU build, but this machine has a GPU"
-        fix = "run `rm -r .venv && make install` with a package index that has the CUDA build of torch"
+        fix = f"run `rm -r .venv && {make('install')}` with a package index that has the CUDA build of torch"
         yield Finding(ERROR, "versions", what, fix)

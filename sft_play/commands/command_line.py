@@ -16,7 +16,7 @@ from sft_play import __version__
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.layout import ending, header, make_command
 from sft_play.runlog import RunDir
-from sft_play.spelling import by_make
+from sft_play.spelling import either, make
 from sft_play.ui.console import console
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def number(
     def read(_context: click.Context, _flag: click.Parameter, text: str | None) -> int | None:
         from sft_play.launch.nodes import whole_number
 
-        typed = setting if by_make() else name
+        typed = f"{either(setting, name)}={text}"
         return default if text is None else whole_number(typed, text, least, most)
 
     return flag(name, help, callback=read, metavar="N")
@@ -169,7 +169,7 @@ def amount(name: str, setting: str, help: str, metavar: str) -> Decorator:
         except ValueError:
             found = 0.0
         if not 0 < found < float("inf"):
-            typed = f"{setting}={text}" if by_make() else f"{name} {text}"
+            typed = either(f"{setting}={text}", f"{name} {text}")
             raise ConfigError(f"{typed}: expected a number above 0")
         return found
 
@@ -256,6 +256,7 @@ def finished_run(resolved: "ResolvedConfig") -> RunDir:
     run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if not run.path.is_dir():
         named = resolved.origins["output.name"] == "override"
-        command = f"make train CONFIG={resolved.path}{f' RUN={run.path.name}' if named else ''}"
+        named_so = {"RUN": run.path.name} if named else {}
+        command = make("train", CONFIG=resolved.path, **named_so)
         raise CheckpointError(f"{run.path} does not exist; run `{command}` first")
     return run

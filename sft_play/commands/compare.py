@@ -12,6 +12,7 @@ from sft_play.report.compare_page import compare_page
 from sft_play.report.html import is_page, write_page
 from sft_play.report.plots import COLOURS
 from sft_play.report.record import RunRecord, find_run
+from sft_play.spelling import make
 
 
 def compare_command(
@@ -48,7 +49,7 @@ def _require_several(names: Sequence[str], paths: Sequence[Path]) -> None:
     if twice:
         raise ConfigError(f"{twice[0]} is named more than once; name each run once")
     if len(names) < 2:
-        found = f"one was named: {names[0]}. For a single run: make report RUN={names[0]}"
+        found = f"one was named: {names[0]}. For a single run: {make('report', RUN=names[0])}"
         raise ConfigError(f"comparing takes two or more runs, {found}")
     if len(names) > COLOURS:
         raise ConfigError(f"{len(names)} runs were named; at most {COLOURS} fit on one page")

@@ -16,6 +16,7 @@ from sft_play.planning.rows.facts import DataFacts
 from sft_play.report.context import context_report, problem_of
 from sft_play.report.layout import apart, stopped
 from sft_play.sizing.facts.architecture import Architecture
+from sft_play.spelling import quoted, var
 from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
@@ -34,8 +35,8 @@ def asked_tokens(typed: str) -> int | None:
     if digits.isdigit() and int(digits) >= LEAST:
         return int(digits)
     raise ConfigError(
-        f"CONTEXT={typed}: expected max, for the longest row that fits, or the tokens of a row, "
-        f"at least {LEAST}: CONTEXT=32768"
+        f"{var(CONTEXT=typed)}: expected max, for the longest row that fits, or the tokens of a row, "
+        f"at least {LEAST}: {var(CONTEXT=32768)}"
     )
 
 
@@ -50,15 +51,16 @@ def context_answer(
     """
     config, length = resolved.config, asked_tokens(asked.context or LONGEST)
     if asked.model and not asked.gpu:
-        raise ConfigError(f'CONTEXT={asked.context} needs one kind of GPU: add GPU="H100 80GB" (and NGPU=8)')
+        add = f"{var(GPU=quoted('H100 80GB'))} (and {var(NGPU=8)})"
+        raise ConfigError(f"{var(CONTEXT=asked.context)} needs one kind of GPU: add {add}")
     if config.train.packing and config.train.effective_batch_size:
         raise ConfigError(
-            "CONTEXT varies the length of rows, but with train.packing, train.effective_batch_size counts "
-            "their tokens: leave it out"
+            f"{var(CONTEXT=None)} varies the length of rows, but with train.packing, "
+            "train.effective_batch_size counts their tokens: leave it out"
         )
     positions = architecture.facts.position_limit
     if length is not None:
-        require_positions("CONTEXT", length, config.model, positions)
+        require_positions(var(CONTEXT=length), length, config.model, positions)
     unsaid = not asked.config and resolved.origins["tuning.mode"] == "default"
     modes = MODES if unsaid else (config.tuning.mode,)
     here = what_if(asked.gpu, 1) if asked.gpu else detect()

@@ -19,7 +19,7 @@ from sft_play.commands.handlers import force
 from sft_play.errors import CheckpointError
 from sft_play.report.layout import ending, make_command
 from sft_play.runlog import open_run
-from sft_play.spelling import as_typed
+from sft_play.spelling import make, var
 from sft_play.ui.console import console
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, listed
@@ -42,7 +42,7 @@ def prepare(args: Arguments, show: int) -> int:
             print_samples(loaded.rows, loaded.tokenizer, show)
     hint = Words(
         Text(
-            as_typed("SHOW=3 prints rows as the model sees them, with supervised tokens in colour"),
+            f"{var(SHOW=3)} prints rows as the model sees them, with supervised tokens in colour",
             style="dim",
         )
     )
@@ -118,7 +118,9 @@ def _processed(folder: Path) -> Path:
     """What `process` has written; CheckpointError if it has not been run."""
     rows = folder / "processed.jsonl"
     if not rows.exists():
-        raise CheckpointError(f"{rows} does not exist; run `make process` with the same CONFIG first")
+        raise CheckpointError(
+            f"{rows} does not exist; run `{make('process')}` with the same {var(CONFIG=None)} first"
+        )
     return rows
 
 

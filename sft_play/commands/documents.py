@@ -14,6 +14,7 @@ from sft_play.data.folders import TEXT_SUFFIXES, files_below
 from sft_play.data.show import write_rows
 from sft_play.errors import ConfigError, DataError, first_line
 from sft_play.extras import install_command
+from sft_play.spelling import var
 
 # Suffix -> the module that reads such files, and the package that has it.
 LIBRARIES = {".docx": ("docx", "python-docx"), ".pdf": ("pypdf", "pypdf")}
@@ -43,13 +44,13 @@ def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Con
         StorageError: `output` cannot be written.
     """
     if not folder.is_dir():
-        raise ConfigError(f"IN={folder} is not a folder; expected one with {', '.join(DOCUMENTS)} files")
+        raise ConfigError(f"{var(IN=folder)} is not a folder; expected one with {', '.join(DOCUMENTS)} files")
     if output.suffix != ".jsonl":
-        raise ConfigError(f"OUT={output}: expected the name of a .jsonl file")
+        raise ConfigError(f"{var(OUT=output)}: expected the name of a .jsonl file")
     found = files_below(folder, "IN")
     files = [path for path in found if path.suffix.lower() in DOCUMENTS and not path.is_fifo()]
     if not files:
-        raise DataError(f"IN={folder} has no documents; expected {', '.join(DOCUMENTS)} files")
+        raise DataError(f"{var(IN=folder)} has no documents; expected {', '.join(DOCUMENTS)} files")
     _require_libraries({file.suffix.lower() for file in files})
     require_own_file(output, _is_converted, "dapt-docx", force=force)
     done = Conversion()
@@ -57,7 +58,7 @@ def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Con
     first = next(rows, None)
     if first is None:
         why = "; ".join(f"{file}: {reason}" for file, reason in list(done.skipped.items())[:3])
-        raise DataError(f"IN={folder}: none of {len(files)} documents could be converted ({why})")
+        raise DataError(f"{var(IN=folder)}: none of {len(files)} documents could be converted ({why})")
     others = [path for path in sorted({*found} - {*files}) if path.absolute() != output.absolute()]
     write_rows(output, itertools.chain([first], rows), done.counts)
     done.skipped |= {str(path.relative_to(folder)): NO_DOCUMENT for path in others}

@@ -15,6 +15,7 @@ from sft_play.planning.answers.other_methods import cheapest_ways
 from sft_play.planning.request import Request
 from sft_play.report.layout import apart, stopped
 from sft_play.report.ways import card_heads, card_line, gpus_report
+from sft_play.spelling import quoted, var
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, progress_bar
 
@@ -30,7 +31,8 @@ def each_gpu_answer(
         ConfigError: a price is given, which is that of one kind of GPU.
     """
     if asked.gpu_hour:
-        raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
+        add = var(GPU=quoted("H100 80GB"))
+        raise ConfigError(f"{var(GPU_HOUR=None)} is the price of one kind of GPU: add {add}")
     modes = MODES if resolved.origins["tuning.mode"] == "default" else (request.config.tuning.mode,)
     on_gpus, cards, complete = on_each_gpu(request), list[dict[str, Any]](), True
     cheapest: list[dict[str, Any]] = []

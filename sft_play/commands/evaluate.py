@@ -33,6 +33,7 @@ from sft_play.report.layout import apart, ending
 from sft_play.report.record import SPLITS, planned_batch
 from sft_play.report.tables import evaluation_table, perplexity, samples_table
 from sft_play.runlog import RunDir
+from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import progress_bar
 
@@ -117,8 +118,8 @@ def _split_rows(data: PreparedData, split: str) -> "Dataset":
     if rows is None or not len(rows):
         other = next((name for name in SPLITS if name != split and getattr(data, name) is not None), None)
         raise ConfigError(
-            f"SPLIT={split}: the config has no {split} rows. Set data.{split}_path or data.{split}_fraction"
-            + (f", or use SPLIT={other}" if other else "")
+            f"{var(SPLIT=split)}: the config has no {split} rows. Set data.{split}_path or "
+            f"data.{split}_fraction" + (f", or use {var(SPLIT=other)}" if other else "")
         )
     return rows
 

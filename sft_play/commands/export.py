@@ -22,6 +22,7 @@ from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights.finished import finished_weights
 from sft_play.report.layout import ending
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.units import SHORT_NAMES, format_bytes
 
@@ -42,9 +43,9 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
         NonFiniteError: a weight is not finite in this dtype.
     """
     if dtype not in ("auto", *TYPES):
-        raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
+        raise ConfigError(f"{var(DTYPE=dtype)} is not supported; allowed: auto, {', '.join(TYPES)}")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"make export needs gguf (not installed); run `{install_command('export')}`")
+        raise ConfigError(f"{make('export')} needs gguf (not installed); run `{install_command('export')}`")
     output = output or run.path / "gguf"
     require_overwritable(output, EXPORT_INFO, "export")
     finished_weights(config, run)

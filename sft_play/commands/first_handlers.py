@@ -6,7 +6,7 @@ from sft_play.commands.command_line import Arguments, arguments, command, flag
 from sft_play.errors import ConfigError, StorageError
 from sft_play.report.layout import ending, make_command
 from sft_play.resources import CONFIGS
-from sft_play.spelling import as_typed
+from sft_play.spelling import make, var
 from sft_play.ui.console import console
 
 DEMO = "configs/demo.yaml"
@@ -23,8 +23,11 @@ def demo(args: Arguments) -> int:
 @flag("file", "YAML file to write (default: my.yaml)", default=Path("my.yaml"), type=Path)
 def init(args: Arguments, file: Path) -> int:
     """Write a config to start from, with comments."""
-    text = (CONFIGS / "starter.yaml").read_text(encoding="utf-8").replace("my.yaml", str(file))
-    text = as_typed(text.replace("$schema=schema.json", f"$schema={CONFIGS / 'schema.json'}"))
+    text = (CONFIGS / "starter.yaml").read_text(encoding="utf-8")
+    text = text.replace("$schema=schema.json", f"$schema={CONFIGS / 'schema.json'}")
+    text = text.replace("CONFIG=my.yaml", var(CONFIG=file)).replace("SHOW=3", var(SHOW=3))
+    for target in ("train", "prepare", "check"):
+        text = text.replace(f"make {target}", make(target))
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)

@@ -29,6 +29,7 @@ from sft_play.report.record import planned_batch, tree_of
 from sft_play.report.table import on_screen
 from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
@@ -92,11 +93,17 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
 def _require_sound(options: Options) -> None:
     """Checks what was typed, and that lm-eval is installed."""
     if not options.tasks:
-        raise ConfigError("TASKS= names no task; separate several with commas: TASKS=hellaswag,arc_easy")
+        raise ConfigError(
+            f"{var(TASKS='')} names no task; separate several with commas: {var(TASKS='hellaswag,arc_easy')}"
+        )
     if options.folder and not options.folder.is_dir():
-        raise ConfigError(f"IN={options.folder} is not a folder; expected one with task definitions (*.yaml)")
+        raise ConfigError(
+            f"{var(IN=options.folder)} is not a folder; expected one with task definitions (*.yaml)"
+        )
     if find_spec("lm_eval") is None:
-        raise ConfigError(f"make eval-lm needs lm-eval (not installed); run `{install_command('lm-eval')}`")
+        raise ConfigError(
+            f"{make('eval-lm')} needs lm-eval (not installed); run `{install_command('lm-eval')}`"
+        )
 
 
 def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, str]:
@@ -166,11 +173,11 @@ def _explaining(options: Options, run: RunDir) -> Iterator[None]:
         names = ",".join(options.tasks)
         if should_reduce_batch_size(error):
             raise DoesNotFitError(
-                f"out of memory in TASKS={names}: {reason}\nSet eval.batch_size=1, or free memory"
+                f"out of memory in {var(TASKS=names)}: {reason}\nSet eval.batch_size=1, or free memory"
             ) from error
         raise ConfigError(
-            f"TASKS={names}: lm-eval {version('lm_eval')} cannot run it: {reason}\n"
-            f"The traceback is in {run.log}. IN=<folder> adds tasks of your own to those that "
+            f"{var(TASKS=names)}: lm-eval {version('lm_eval')} cannot run it: {reason}\n"
+            f"The traceback is in {run.log}. {var(IN='<folder>')} adds tasks of your own to those that "
             f"`{Path(sys.executable).parent}/lm-eval ls tasks` lists"
         ) from error
 

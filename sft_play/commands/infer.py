@@ -32,6 +32,7 @@ from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import ROLES, Message
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
@@ -256,10 +257,10 @@ def read_prompts(path: Path, system_prompt: str | None = None) -> list[tuple[Row
     """The rows of a JSONL, JSON, Parquet or CSV file; DataError if it or one of them cannot be used."""
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
         found = "is not a supported file" if path.exists() else "does not exist"
-        raise DataError(f"IN={path} {found}; expected {', '.join(SUFFIXES)}")
+        raise DataError(f"{var(IN=path)} {found}; expected {', '.join(SUFFIXES)}")
     rows = [(row, prompt_of(row, system_prompt)) for row in read_rows(Source(str(path), (path,)))]
     if not rows:
-        raise DataError(f"IN={path} has no rows")
+        raise DataError(f"{var(IN=path)} has no rows")
     return rows
 
 
@@ -272,15 +273,15 @@ def answered_rows(output: Path, rows: Sequence[Row], weights: Path, *, force: bo
     if not output.exists():
         return {}
     if not output.is_file():
-        raise ConfigError(f"OUT={output} is not a file; use the path of a JSONL file")
+        raise ConfigError(f"{var(OUT=output)} is not a file; use the path of a JSONL file")
     if force:
         return {}
     newest = max(file.stat().st_mtime for file in weights.glob("*.safetensors"))
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    remedy = "Set OUT=<another file>, or add FORCE=1 to overwrite it"
+    remedy = f"Set {var(OUT='<another file>')}, or add {var(FORCE=1)} to overwrite it"
     if lines and output.stat().st_mtime < newest:
         raise ConfigError(
-            f"OUT={output} is older than {weights}, so its answers are from another model. {remedy}"
+            f"{var(OUT=output)} is older than {weights}, so its answers are from another model. {remedy}"
         )
     done: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
@@ -295,7 +296,7 @@ def answered_rows(output: Path, rows: Sequence[Row], weights: Path, *, force: bo
             same = False
         if not same:
             raise ConfigError(
-                f"OUT={output}: line {number} is not an answer to a row of this input. {remedy}"
+                f"{var(OUT=output)}: line {number} is not an answer to a row of this input. {remedy}"
             )
         done[index] = line
     return done
@@ -340,7 +341,7 @@ def infer_batch(
         with quiet_libraries(run.log):
             unfinished = _answer_rows(config, weights, prompts, done, output)
     except OSError as error:
-        raise StorageError(f"cannot write OUT={output}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {var(OUT=output)}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         text = f"answered {len(done)} of {len(prompts)} rows in {output}; run the same command to continue"
         console().print(text)

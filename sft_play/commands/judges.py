@@ -14,6 +14,7 @@ from sft_play.commands.answers import Compared
 from sft_play.config.load import OF_RUN, ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.runlog import GIVEN
+from sft_play.spelling import var
 from sft_play.ui.console import warn
 
 Judge = Callable[[str, str, Mapping[str, Any]], Any]  # of an answer, its reference and the row
@@ -26,7 +27,7 @@ def require_given(resolved: ResolvedConfig) -> None:
     origin = Path(resolved.origins.get("eval.metrics", ""))
     if own and (origin.name == OF_RUN or origin.parent.name == GIVEN):
         metrics = ",".join(resolved.config.eval.metrics)
-        again, without = (f'ARGS="eval.metrics=[{names}]"' for names in (metrics, DEFAULT[0]))
+        again, without = (var(ARGS=f"eval.metrics=[{names}]") for names in (metrics, DEFAULT[0]))
         raise ConfigError(
             f"eval.metrics: {origin} names {', '.join(own)}, and code that the folder of a run names is run "
             f"only if you name it too; add {again}, or do without it: {without}"

@@ -28,6 +28,7 @@ from sft_play.report.card import write_card
 from sft_play.report.layout import ending
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import spinner
 from sft_play.units import SHORT_NAMES, counted, format_bytes
@@ -64,7 +65,7 @@ def _adapter_of(config: RunConfig, run: RunDir) -> Path:
     if config.tuning.mode == "full":
         raise ConfigError(
             "there is nothing to merge: tuning.mode=full has no adapter, and the full weights are in "
-            f"{run.model}. Use them directly with `make infer` and `make eval`"
+            f"{run.model}. Use them directly with `{make('infer')}` and `{make('eval')}`"
         )
     return finished_weights(config, run)
 
@@ -114,7 +115,7 @@ def _require_written(file: Path) -> None:
             json.loads(file.read_text(encoding="utf-8"))
     except (SafetensorError, ValueError) as error:
         raise StorageError(
-            f"{file.name} was not written completely ({error}); is the disk full? Set OUT=<folder>"
+            f"{file.name} was not written completely ({error}); is the disk full? Set {var(OUT='<folder>')}"
         ) from error
 
 
@@ -208,12 +209,12 @@ def require_merged(output: Path, adapter: Path) -> str:
     """The dtype of the merged model; CheckpointError if it is damaged or not of this adapter."""
     info = read_json(output / MERGE_INFO)
     if not info:
-        raise CheckpointError(f"{output} has no merged model yet; run `make merge` first")
+        raise CheckpointError(f"{output} has no merged model yet; run `{make('merge')}` first")
     if info.get("adapter_sha256") != digest(adapter):
         origin, own = info.get("adapter", str(adapter)), str(adapter)
         source = f"another version of {own}" if origin == own else f"{origin}, not from {own}"
-        raise CheckpointError(f"{output} was merged from {source}; run `make merge` again")
-    require_undamaged(output, "run `make merge` again")
+        raise CheckpointError(f"{output} was merged from {source}; run `{make('merge')}` again")
+    require_undamaged(output, f"run `{make('merge')}` again")
     return info["dtype"]
 
 
@@ -225,7 +226,10 @@ def merged_folder(config: RunConfig, run: RunDir, weights: Path) -> Path:
         CheckpointError: it was not merged from these weights, or it is damaged.
     """
     if config.tuning.mode == "full":
-        raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
+        raise ConfigError(
+            f"{var(WHAT='merged')}: after full fine-tuning there is nothing to merge; leave "
+            f"{var(WHAT=None)} out"
+        )
     require_merged(run.merged, weights)
     return run.merged
 
@@ -265,7 +269,7 @@ def failures(measured: dict[str, LogitDifference], tolerance: Tolerance) -> list
     if merged.mean_abs > base.mean_abs / 2:
         found.append(
             f"the mean difference {merged.mean_abs:.1e} is more than half of what the adapter changes "
-            f"({base.mean_abs:.1e}): it is missing or lost to rounding; merge with DTYPE=float32"
+            f"({base.mean_abs:.1e}): it is missing or lost to rounding; merge with {var(DTYPE='float32')}"
         )
     return found
 

@@ -8,6 +8,7 @@ from sft_play.errors import ConfigError, SftPlayError, StorageError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.host import existing_folder, free_bytes
 from sft_play.manifest import replacing
+from sft_play.spelling import make, var
 from sft_play.units import format_bytes
 
 
@@ -17,8 +18,8 @@ def require_overwritable(output: Path, mark: str, target: str) -> None:
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / mark).is_file()):
         raise ConfigError(
-            f"{output} exists and was not written by `make {target}` (it has no {mark}), so it is not "
-            "overwritten. Remove it, or set OUT=<another folder>"
+            f"{output} exists and was not written by `{make(target)}` (it has no {mark}), so it is not "
+            f"overwritten. Remove it, or set {var(OUT='<another folder>')}"
         )
 
 
@@ -27,11 +28,11 @@ def require_own_file(output: Path, is_ours: Callable[[Path], bool], target: str,
     if not output.exists():
         return
     if not output.is_file():
-        raise ConfigError(f"OUT={output} is not a file; set OUT=<file>")
+        raise ConfigError(f"{var(OUT=output)} is not a file; set {var(OUT='<file>')}")
     if not force and output.stat().st_size and not is_ours(output):
         raise ConfigError(
-            f"OUT={output} exists and was not written by `make {target}`, so it is not overwritten. Set "
-            "OUT=<another file>, or add FORCE=1 to overwrite it"
+            f"{var(OUT=output)} exists and was not written by `{make(target)}`, so it is not overwritten. "
+            f"Set {var(OUT='<another file>')}, or add {var(FORCE=1)} to overwrite it"
         )
 
 
@@ -42,7 +43,7 @@ def require_space(output: Path, needed: int, what: str) -> None:
     if free < needed * 1.05:
         raise StorageError(
             f"{what} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free. "
-            "Free some space, set OUT=<folder>, or use a 16-bit DTYPE"
+            f"Free some space, set {var(OUT='<folder>')}, or use a 16-bit {var(DTYPE=None)}"
         )
 
 
@@ -61,5 +62,5 @@ def replacing_output(output: Path) -> Iterator[Path]:
         if reason is None:
             raise
         raise StorageError(
-            f"cannot write {output}: {reason}. Free some space, or set OUT=<folder>"
+            f"cannot write {output}: {reason}. Free some space, or set {var(OUT='<folder>')}"
         ) from error

@@ -44,7 +44,7 @@ from sft_play.reasons.reason import Reason
 from sft_play.report.layout import apart, make_command, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
 from sft_play.sizing.facts.architecture import Architecture, planning_architecture
-from sft_play.spelling import by_make
+from sft_play.spelling import by_make, make, quoted, var
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.units import counted
@@ -68,8 +68,8 @@ def plan_command(
     described = described_rows(asked.rows, asked.tokens, asked.lengths)
     if asked.context and (described or asked.gpu_hour):
         raise ConfigError(
-            "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR have no effect on it: "
-            "leave them out"
+            f"{var(CONTEXT=None)} asks for the longest row; {var(ROWS=None)}, {var(TOKENS=None)}, "
+            f"{var(LENGTHS=None)} and {var(GPU_HOUR=None)} have no effect on it: leave them out"
         )
     with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(asked)
@@ -202,8 +202,8 @@ def _config(asked: Asked) -> ResolvedConfig:
     """The config file, the same with another model, or the shipped one of its tuning mode with a model."""
     if asked.model is None and not asked.config:
         raise ConfigError(
-            "nothing to plan; give a config (make plan CONFIG=configs/run_lora.yaml) or a model "
-            '(make plan MODEL=qwen3-8b GPU="RTX 4090")'
+            f"nothing to plan; give a config ({make('plan', CONFIG='configs/run_lora.yaml')}) or a model "
+            f"({make('plan', MODEL='qwen3-8b', GPU=quoted('RTX 4090'))})"
         )
     model = [f"model.name={hub_name(asked.model)}"] if asked.model is not None else []
     overrides = [*model, *asked.overrides]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sft_play.commands.command_line import Arguments
 from sft_play.errors import ConfigError
 from sft_play.report.layout import make_command
+from sft_play.spelling import quoted, var
 
 COUNTED = re.compile(r"\s*([1-9]\d{0,3})\s*[x\u00d7*]\s*(.+)", re.IGNORECASE)  # GPUs, as people write them
 
@@ -38,9 +39,10 @@ class Asked:
         if found := COUNTED.fullmatch(flags["gpu"] or ""):
             count, gpu = int(found[1]), found[2]
             if flags["gpus"] not in (None, count):
+                asked, other = var(GPU=quoted(flags["gpu"])), var(NGPU=flags["gpus"])
                 raise ConfigError(
-                    f'GPU="{flags["gpu"]}" asks for {count} and NGPU={flags["gpus"]} for {flags["gpus"]}; '
-                    f'give the number once: GPU="{gpu}" NGPU={count}'
+                    f"{asked} asks for {count} and {other} for {flags['gpus']}; give the number once: "
+                    f"{var(GPU=quoted(gpu), NGPU=count)}"
                 )
             flags |= {"gpu": gpu, "gpus": count}
         return cls(args.config, args.overrides, args.json, **flags)

@@ -9,6 +9,7 @@ from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.machine.process import ended_by_signals, importing_libraries
 from sft_play.runlog import read_json
+from sft_play.spelling import var
 
 
 def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | None) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | Non
     with ended_by_signals(), opened_job(resolved, processes) as job:
         if job.config.train.probe is False:
             raise ConfigError(
-                "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"
+                "train.probe=false leaves nothing to measure; remove it, or add "
+                + var(ARGS="train.probe=true")
             )
         if job.plan.sharing.world_size == 1:
             from sft_play.train.ranks import process_group

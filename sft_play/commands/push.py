@@ -14,6 +14,7 @@ from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import public_name, write_card
 from sft_play.runlog import RunDir
 from sft_play.secrets import find_secret
+from sft_play.spelling import login, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes
@@ -104,17 +105,19 @@ def _upload(
         with without_xet():
             api.create_commit(repository, operations, commit_message=f"{title}, trained with SFT-Play")
     except HfHubHTTPError as error:
-        raise ConfigError(f"REPO={repository}: {_refusal(error)}. Nothing was published") from error
+        raise ConfigError(f"{var(REPO=repository)}: {_refusal(error)}. Nothing was published") from error
     except ValueError as error:  # the client has the Hub check the metadata of the card
         if CARD not in str(error):
             raise
-        raise ConfigError(f"REPO={repository}: {error}. Nothing was published; correct {CARD}") from error
+        raise ConfigError(
+            f"{var(REPO=repository)}: {error}. Nothing was published; correct {CARD}"
+        ) from error
     except Exception as error:
         if not (isinstance(error, OfflineModeIsEnabled) or is_network_error(error)):
             raise
         reason = first_line(error)[:MESSAGE_CHARACTERS]
         raise ConfigError(
-            f"REPO={repository}: the Hub cannot be reached ({reason}). Nothing was published; run the "
+            f"{var(REPO=repository)}: the Hub cannot be reached ({reason}). Nothing was published; run the "
             "command again once it can be reached"
         ) from error
     return f"{api.endpoint}/{repository}", private
@@ -130,7 +133,9 @@ def _prepare(api: "HfApi", repository: str, *, public: bool) -> bool:
         api.create_repo(repository, private=not public)
         return not public
     if not private and not public:
-        raise ConfigError(f"REPO={repository} exists and is public; add PUBLIC=1 to publish there")
+        raise ConfigError(
+            f"{var(REPO=repository)} exists and is public; add {var(PUBLIC=1)} to publish there"
+        )
     return private
 
 
@@ -138,7 +143,7 @@ def _refusal(error: "HfHubHTTPError") -> str:
     status = error.response.status_code
     said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
     reasons = {
-        401: "the Hub does not accept the access token; run `.venv/bin/hf auth login` again, or set HF_TOKEN",
+        401: f"the Hub does not accept the access token; run `{login()}` again, or set HF_TOKEN",
         403: "the access token has no write permission there; create one that has at "
         "https://huggingface.co/settings/tokens",
     }

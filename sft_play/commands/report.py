@@ -10,7 +10,7 @@ from sft_play.errors import Interrupted
 from sft_play.libraries import library_failure
 from sft_play.report.record import activity_of
 from sft_play.runlog import RunDir, read_json, update_summary
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.ui.console import console, warn
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def try_report(run: RunDir) -> dict[str, Path]:
     try:
         return {"report": write_report(run.path)}
     except Exception as error:  # noqa: BLE001 - see above
-        warn(as_typed(f"the report could not be written: {error}; try `make report RUN={run.path}`"))
+        warn(f"the report could not be written: {error}; try `{make('report', RUN=run.path)}`")
         return {}
 
 
@@ -119,10 +119,10 @@ def _what_is_saved(run: RunDir, *, begun: bool, trained: bool) -> str:
     if not begun:
         return " before the first step, so there is nothing to save"
     if trained:
-        return as_typed(" after training; the weights are saved, and `make eval` and `make infer` use them")
+        return f" after training; the weights are saved, and `{make('eval')}` and `{make('infer')}` use them"
     saved = by_step(run)
     if not saved:
-        return as_typed(" before the first checkpoint, so `make train` starts again")
+        return f" before the first checkpoint, so `{make('train')}` starts again"
     processes = read_json(run.plan).get("plan", {}).get("world_size", 1)
     return f" at once; {saved[-1].name} is the last one saved. Continue with: {run.resume_command(processes)}"
 

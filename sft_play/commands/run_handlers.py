@@ -9,7 +9,7 @@ import click
 from sft_play.commands.command_line import Arguments, command, end, flag, switch
 from sft_play.commands.handlers import folder_of_runs
 from sft_play.errors import ConfigError
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.ui.console import console
 
 
@@ -25,8 +25,8 @@ def list_or_remove(args: Arguments, words: tuple[str, ...], runs: Path, yes: boo
 
     if not words:
         rows = rows_of(runs)
-        none = f"There are no runs in {runs}; `make train` makes one"
-        return end(args, as_json(rows), on_screen(runs_table(rows)) if rows else as_typed(none))
+        none = f"There are no runs in {runs}; `{make('train')}` makes one"
+        return end(args, as_json(rows), on_screen(runs_table(rows)) if rows else none)
     if words[0] != "remove" or len(words) < 2:
         raise ConfigError(f"runs {shlex.join(words)}: expected nothing, or `remove` and names of runs")
     found = removable(words[1:], runs)

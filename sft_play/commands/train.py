@@ -32,6 +32,7 @@ from sft_play.report.plan import plan_summary
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import RunDir, hold_run, open_run, read_json, update_summary
+from sft_play.spelling import make
 from sft_play.train.multinode import agree_on_plan, connected_machines
 from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import spinner
@@ -114,10 +115,12 @@ def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> Re
     if engine and "parallel.engine" in typed and wanted != engine:
         raise ConfigError(
             f"parallel.engine={wanted} contradicts --engine {engine}, which this make target sets; use "
-            "`make train NGPU=<n>`, which works with any engine, or remove the override"
+            f"`{make('train', NGPU='<n>')}`, which works with any engine, or remove the override"
         )
     if resume and "train.resume" in typed and asked == "never":
-        raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to start over")
+        raise ConfigError(
+            f"train.resume=never contradicts `{make('resume')}`; use `{make('train')}` to start over"
+        )
     flags = [f"parallel.engine={engine}"] if engine else []
     flags += ["train.resume=auto"] if resume and "train.resume" not in typed else []
     return load_config(resolved.path, [*resolved.overrides, *flags])

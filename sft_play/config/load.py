@@ -17,6 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.resources import located, shipped_configs
 from sft_play.secrets import find_secret
+from sft_play.spelling import login, settings_page, var
 from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
@@ -122,7 +123,7 @@ def _refuse_secret(text: str, where: str) -> None:
     if what := find_secret(text):
         raise ConfigError(
             f"{where}: contains {what}; remove it and set it in the environment instead (HF_TOKEN, "
-            "WANDB_API_KEY), or run `.venv/bin/hf auth login`"
+            f"WANDB_API_KEY), or run `{login()}`"
         )
 
 
@@ -145,7 +146,7 @@ def _read_file(path: Path) -> dict:
         if path.name == OF_RUN:
             raise ConfigError(f"there is no run {path.parent}; runs there: {_runs_beside(path) or 'none'}")
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
-        raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set CONFIG=<file>")
+        raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set {var(CONFIG='<file>')}")
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise ConfigError(f"config file {path} has {size} bytes; the limit is {MAX_FILE_BYTES}")
@@ -357,7 +358,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConf
     except ValidationError as error:
         problems = _problems(error)
         head = f"{path}: {counted(len(problems), 'problem')} in the config"
-        where = "\ndocs/reference/config.md lists all settings"
+        where = f"\n{settings_page()} lists all settings"
         raise ConfigError("\n  ".join([head, *problems]) + where) from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")

@@ -7,6 +7,7 @@ from typing import Any
 
 from sft_play.data.splits import SPLITS
 from sft_play.errors import DataError
+from sft_play.spelling import var
 from sft_play.units import counted
 
 FILE = "bad_rows.txt"  # a line for each, beside the tokenized rows
@@ -29,7 +30,9 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
         lines = "".join(f"  {line}" for line in islice(file, SHOWN))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
     them = "it" if bad == 1 else "them"
-    dropped = f', or leave {them} out: ARGS="data.bad_rows=drop"' if bad < read else ": no other is left"
+    dropped = (
+        f", or leave {them} out: {var(ARGS='data.bad_rows=drop')}" if bad < read else ": no other is left"
+    )
     raise DataError(
         f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
         f"Correct {them}{dropped}"

@@ -16,11 +16,13 @@ MAX_UNSTATED = 2**20  # tokens of a row of a model that has no number of positio
 def require_supported(model: ModelConfig, positions: int | None) -> None:
     """Raises a ConfigError if model.max_seq_len exceeds the model's positions; None if they are unknown."""
     if model.max_seq_len != "auto":
-        require_positions("model.max_seq_len", model.max_seq_len, model, positions, " or to auto")
+        require_positions(
+            f"model.max_seq_len={model.max_seq_len}", model.max_seq_len, model, positions, " or to auto"
+        )
 
 
 def require_positions(
-    setting: str, asked: int, model: ModelConfig, positions: int | None, or_else: str = ""
+    typed: str, asked: int, model: ModelConfig, positions: int | None, or_else: str = ""
 ) -> None:
     """Raises a ConfigError if a setting asks for longer rows than the model has positions for.
 
@@ -33,7 +35,7 @@ def require_positions(
     if positions is None:
         named = f"allowed for '{model.name}', which does not say how many it supports"
     raise ConfigError(
-        f"{setting}={asked} exceeds the {limit} positions {named}. Set it to at most {limit}"
+        f"{typed} exceeds the {limit} positions {named}. Set it to at most {limit}"
         f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"
     )
 

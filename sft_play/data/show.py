@@ -29,6 +29,7 @@ from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.table import Table, on_screen
 from sft_play.rows.formats import Conversation, convert, detect_format, with_format
+from sft_play.spelling import make, quoted, var
 from sft_play.ui.console import console
 from sft_play.ui.screen import Words
 from sft_play.vision.shown import each_once, picture_lines
@@ -155,7 +156,8 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
     """
     if not system_prompt.strip():
         raise ConfigError(
-            'STYLE is blank; set it to the system prompt to add: make style STYLE="Answer in one sentence."'
+            f"{var(STYLE=None)} is blank; set it to the system prompt to add: "
+            + make("style", STYLE=quoted("Answer in one sentence."))
         )
     counts: Counter[str] = Counter()
     conversations = _conversations(open_source(str(rows), "train"), EACH_ROW, None, system_prompt, counts)

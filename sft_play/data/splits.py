@@ -16,6 +16,7 @@ from sft_play.data.raw_text import joined_blocks
 from sft_play.data.tokens import IGNORED
 from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
 from sft_play.errors import DataError
+from sft_play.spelling import make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -269,7 +270,7 @@ def histogram(lengths: np.ndarray) -> dict[str, int | list[int]]:
 def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:
     dropped = part.counts.dropped
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-    hint = "Run `make process` to see the conversations that were read"
+    hint = f"Run `{make('process')}` to see the conversations that were read"
     if dropped[ANSWER_TRUNCATED] or dropped[too_long(max_tokens)]:
         hint = (
             f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"

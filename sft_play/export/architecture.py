@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from sft_play.errors import ConfigError
+from sft_play.spelling import make, var
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -55,14 +56,15 @@ def gguf_family(config: PretrainedConfig) -> Gguf:
     family = FAMILIES.get(text.model_type)
     if family is None:
         raise ConfigError(
-            f"FORMAT=gguf: models of type {text.model_type} cannot be exported, only those of type "
-            f"{', '.join(FAMILIES)}. Run `make merge`, and llama.cpp's convert_hf_to_gguf.py on its folder"
+            f"{var(FORMAT='gguf')}: models of type {text.model_type} cannot be exported, only those of type "
+            f"{', '.join(FAMILIES)}. Run `{make('merge')}`, and llama.cpp's convert_hf_to_gguf.py on its "
+            "folder"
         )
     difference = _difference(family, text)
     if difference:
         raise ConfigError(
-            f"FORMAT=gguf: llama.cpp would not compute what was trained ({text.model_type}): {difference}. "
-            "Run `make merge`: its folder works in transformers and vLLM"
+            f"{var(FORMAT='gguf')}: llama.cpp would not compute what was trained ({text.model_type}): "
+            f"{difference}. Run `{make('merge')}`: its folder works in transformers and vLLM"
         )
     return family
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sft_play.data.template import render_example
 from sft_play.errors import ConfigError
 from sft_play.model.generation import end_of_turn_id
+from sft_play.spelling import var
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -55,7 +56,9 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     tree = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     kind = tree["model"]["type"]
     if kind != "BPE":
-        raise ConfigError(f"FORMAT=gguf: tokenizers of type {kind} cannot be exported; supported: BPE")
+        raise ConfigError(
+            f"{var(FORMAT='gguf')}: tokenizers of type {kind} cannot be exported; supported: BPE"
+        )
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in tree["model"]["merges"]]
     if tree["model"].get("byte_fallback"):
         tokens, kinds = _tokens(tokenizer, tree, size)
@@ -63,9 +66,10 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
         return Vocabulary("llama", "default", tokens, kinds, (), scores, _puts_space_first(tree))
     split = _split_name(tree["pre_tokenizer"])
     if split is None:
+        known = ", ".join([*SPLITS.values(), "gpt-2", "smollm"])
         raise ConfigError(
-            "FORMAT=gguf: llama.cpp does not know how this tokenizer splits text, and would tokenize it "
-            f"differently; it knows the rules of {', '.join([*SPLITS.values(), 'gpt-2', 'smollm'])}"
+            f"{var(FORMAT='gguf')}: llama.cpp does not know how this tokenizer splits text, and would "
+            f"tokenize it differently; it knows the rules of {known}"
         )
     return Vocabulary("gpt2", split, *_tokens(tokenizer, tree, size), tuple(pairs))
 

@@ -15,9 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.export.architecture import Gguf, head_size, rope_settings
+from sft_play.spelling import var
 
-TEXT_PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language|text)_model\.(?:model\.)?")
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.")
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -71,7 +72,7 @@ def stored_tensors(folder: ModelFolder, family: Gguf, text: PretrainedConfig, wa
             continue
         target = places.get_name(plain, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise ConfigError(f"FORMAT=gguf: llama.cpp has no place for the weight {source}")
+            raise ConfigError(f"{var(FORMAT='gguf')}: llama.cpp has no place for the weight {source}")
         shape = tuple(file.get_slice(source).get_shape())
         found.append(Stored(target, source, shape, _type(shape, wanted)))
     if rope_settings(text)["full_attention"].get("rope_type") == "llama3":
@@ -102,7 +103,9 @@ def read_stored(folder: ModelFolder, stored: Stored, family: Gguf, text: Pretrai
     read = folder[stored.source].get_tensor(stored.source).float()
     weight = _changed(read, stored.source, family, text)
     if stored.type.name == "F16" and not torch.isfinite(weight.half()).all():
-        raise NonFiniteError(f"weight {stored.source} overflows float16; use DTYPE=bf16 or DTYPE=f32")
+        raise NonFiniteError(
+            f"weight {stored.source} overflows float16; use {var(DTYPE='bf16')} or {var(DTYPE='f32')}"
+        )
     return quantize(weight.numpy(), stored.type)
 
 

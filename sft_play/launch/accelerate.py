@@ -34,6 +34,7 @@ from sft_play.plan import Plan
 from sft_play.resources import SCRIPTS
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact_file
+from sft_play.spelling import var
 from sft_play.start import BEGAN_VARIABLE, began
 from sft_play.ui.console import console
 from sft_play.units import counted
@@ -79,7 +80,7 @@ def launch_command(
     if processes < 1 or processes % nodes.count:
         raise ConfigError(
             f"{counted(processes, 'process')} cannot be divided among {counted(nodes.count, 'machine')}; set "
-            "NGPU to the number of processes on each machine"
+            f"{var(NGPU=None)} to the number of processes on each machine"
         )
     local = processes // nodes.count
     file = config or config_file(engine, device, nodes.count)

@@ -12,11 +12,13 @@ from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.report.layout import ending
+from sft_play.spelling import either
 from sft_play.ui.console import console
 
 CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
-LAUNCH = ".venv/bin/accelerate launch scripts/train_distributed.py --config configs/demo.yaml"
+SCRIPT = either("scripts/train_distributed.py", "--module sft_play.scripts.train_distributed")
+LAUNCH = f"{either('.venv/bin/', '')}accelerate launch {SCRIPT} --config configs/demo.yaml"
 
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import ConfigError, LaunchError, SftPlayError
 from sft_play.launch.nodes import Nodes, listen, wait_until_reached
 from sft_play.launch.ranks import RankExit, raise_unless_done
+from sft_play.spelling import var
 from sft_play.ui.console import console
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Link:
             for key in (FAILURE, *self._keys[1:]):
                 store.set(key, "")
         elif (main := json.loads(store.get(self._keys[0])))["nodes"] != self.nodes.count:
-            found = f"NODES={main['nodes']}, this one with NODES={self.nodes.count}"
+            found = f"{var(NODES=main['nodes'])}, this one with {var(NODES=self.nodes.count)}"
             raise ConfigError(f"machine 0 was started with {found}")
         elif "started" in main:
             raise LaunchError(
@@ -219,7 +220,9 @@ class Link:
         found = store.compare_set(self._keys[self.nodes.rank], self._written, text).decode()
         if found != text:
             other = json.loads(found)["host"]
-            raise ConfigError(f"two machines were started with RANK={self.nodes.rank}: this one and {other}")
+            raise ConfigError(
+                f"two machines were started with {var(RANK=self.nodes.rank)}: this one and {other}"
+            )
         self._written = text
         *board, failure = (json.loads(value or "{}") for value in store.multi_get([*self._keys, FAILURE]))
         for node, entry in enumerate(board):

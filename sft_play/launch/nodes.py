@@ -4,12 +4,13 @@ import errno
 import ipaddress
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
 
 from sft_play.errors import ConfigError, LaunchError
+from sft_play.spelling import make, var
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's default too
@@ -32,7 +33,7 @@ ALONE = Nodes()
 
 
 def read_nodes(
-    settings: Sequence[str], count: str | None, rank: str | None, address: str | None, port: str | None
+    settings: Mapping[str, object], count: str | None, rank: str | None, address: str | None, port: str | None
 ) -> Nodes:
     """This machine's place in a multi-node run, from its flags as typed; `ALONE` if --nodes was not given.
 
@@ -45,33 +46,31 @@ def read_nodes(
                 "--node-rank, --master-addr and --master-port need --nodes, the number of machines"
             )
         return ALONE
-    machines = whole_number("NODES", count or "2", 1)
-    port_number = whole_number("MASTER_PORT", port or str(DEFAULT_PORT), 1, 65535)
+    machines = whole_number(var(NODES=count), count or "2", 1)
+    port_number = whole_number(var(MASTER_PORT=port), port or str(DEFAULT_PORT), 1, 65535)
     needed = {"NODES": count, "RANK": rank, "MASTER_ADDR": address}
-    missing = [name for name, value in needed.items() if not value]
+    missing = [var(**{name: None}) for name, value in needed.items() if not value]
     if missing and machines > 1:
         commands = commands_for(machines, address or ADDRESS_PLACEHOLDER, port_number, settings)
         text = f"not set: {', '.join(missing)}. Run one command on each of the {machines} machines:"
         raise ConfigError("\n".join([text, *commands]))
-    number = whole_number("RANK", rank or "0", 0, machines - 1)
+    number = whole_number(var(RANK=rank), rank or "0", 0, machines - 1)
     return Nodes(machines, number, address or LOOPBACK, port_number)
 
 
-def whole_number(name: str, text: str, low: int, high: int | None = None) -> int:
-    """The whole number of a make variable; ConfigError if it is none, or out of range."""
+def whole_number(typed: str, text: str, low: int, high: int | None = None) -> int:
+    """The whole number in a setting, "NGPU=2"; ConfigError if it is none, or out of range."""
     if text.isdigit() and low <= int(text) and (high is None or int(text) <= high):
         return int(text)
     allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
-    raise ConfigError(f"{name}={text}: expected a whole number {allowed}")
+    raise ConfigError(f"{typed}: expected a whole number {allowed}")
 
 
-def commands_for(count: int, address: str, port: int, settings: Sequence[str]) -> list[str]:
+def commands_for(count: int, address: str, port: int, settings: Mapping[str, object]) -> list[str]:
     """The command for each machine, with the address of machine 0 and the settings that all share."""
-    where = f"MASTER_ADDR={address}"
-    if port != DEFAULT_PORT:
-        where += f" MASTER_PORT={port}"
-    shared = " ".join([where, *settings])
-    return [f"  make train-multinode NODES={count} RANK={rank} {shared}" for rank in range(count)]
+    where = {"MASTER_ADDR": address, "MASTER_PORT": port if port != DEFAULT_PORT else None}
+    shared = {**{name: value for name, value in where.items() if value}, **settings}
+    return [f"  {make('train-multinode', NODES=count, RANK=rank, **shared)}" for rank in range(count)]
 
 
 def listen(nodes: Nodes) -> socket.socket:
@@ -93,11 +92,11 @@ def listen(nodes: Nodes) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {nodes.main_port} of this machine is in use; choose another one on all machines: "
-                "MASTER_PORT=<port>"
+                + var(MASTER_PORT="<port>")
             ) from None
         raise ConfigError(
-            f"MASTER_ADDR={nodes.main_address} is not an address of this machine ({error.strerror}); use "
-            "RANK=0 on the machine that has this address"
+            f"{var(MASTER_ADDR=nodes.main_address)} is not an address of this machine ({error.strerror}); "
+            f"use {var(RANK=0)} on the machine that has this address"
         ) from None
 
 
@@ -111,7 +110,7 @@ def wait_until_reached(nodes: Nodes, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"machine 0 cannot be reached at {nodes.main_address}:{nodes.main_port}: {error}. Check "
-                    "that it was started with RANK=0, and that no firewall is between the machines"
+                    f"that it was started with {var(RANK=0)}, and that no firewall is between the machines"
                 ) from None
         time.sleep(RETRY_S)
 

@@ -18,6 +18,7 @@ from sft_play.errors import ConfigError, Interrupted, LaunchError, OutOfMemory, 
 from sft_play.files import write_atomic
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact
+from sft_play.spelling import make, var
 
 COMPANIONS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set together with WORLD_SIZE
 PLAN_VARIABLE = "SFT_PLAY_PLAN"  # file of the plan that our launcher made for its ranks
@@ -31,14 +32,13 @@ STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
 KERNEL_KILLED = (
     "meanwhile the kernel killed a process because the machine, or its container, had no memory left: make "
-    "the run need less (train.batch_size, NGPU, data.num_workers), or free some"
+    f"the run need less (train.batch_size, {var(NGPU=None)}, data.num_workers), or free some"
 )
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
 PAUSED = (
     "the processes did not run for {:.0f} s: a scheduler suspended them, or the machine slept. Their "
-    "collectives timed out meanwhile (parallel.timeout_s); none of them hangs. `make resume` continues, and "
-    "a "
-    "larger parallel.timeout_s outlasts such a pause"
+    f"collectives timed out meanwhile (parallel.timeout_s); none of them hangs. `{make('resume')}` "
+    "continues, and a larger parallel.timeout_s outlasts such a pause"
 )
 # Parts of a rank's error message when the cause is that another rank is gone.
 LOST_PEER = (
@@ -104,7 +104,7 @@ class RankEnvironment:
         if missing:
             raise ConfigError(
                 f"WORLD_SIZE={world_size}, but {', '.join(missing)} not set: start all processes with "
-                "torchrun or `make train-distributed`, or unset WORLD_SIZE to train with one"
+                f"torchrun or `{make('train-distributed')}`, or unset WORLD_SIZE to train with one"
             )
         plan, reports = environment.get(PLAN_VARIABLE), environment.get(REPORTS_VARIABLE)
         asked = environment.get(PROCESSES_VARIABLE)

@@ -13,6 +13,7 @@ from sft_play.errors import ConfigError, LaunchError, StorageError
 from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, whole_number
 from sft_play.report.layout import make_settings
 from sft_play.resources import CONFIGS, SCRIPTS
+from sft_play.spelling import var
 from sft_play.units import counted
 
 TEMPLATE = CONFIGS / "slurm" / "train.sbatch"
@@ -39,8 +40,8 @@ class SlurmJob:
 
 def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None) -> SlurmJob:
     """The job for NODES and NGPU as typed, and the other fields; ConfigError if they are no numbers."""
-    count = whole_number("NODES", nodes or "1", 1)
-    per_node = whole_number("NGPU", gpus, 0) if gpus else None
+    count = whole_number(var(NODES=nodes), nodes or "1", 1)
+    per_node = whole_number(var(NGPU=gpus), gpus, 0) if gpus else None
     return SlurmJob(count, per_node, re.sub(r"[^\w.-]", "-", name), **rest)
 
 

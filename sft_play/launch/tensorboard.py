@@ -16,7 +16,7 @@ import psutil
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.nodes import LOOPBACK, free_port
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.ui.console import console
 
 PORT = 6006
@@ -65,9 +65,9 @@ def start(runs: Path, port: int = PORT) -> Server:
     """
     server = running(runs) or _start(runs, free_port(port))
     host = socket.gethostname()
-    stop_command = "make tb-stop" if runs == DEFAULT_RUNS else f"make tb-stop RUNS={shlex.quote(str(runs))}"
+    other = {} if runs == DEFAULT_RUNS else {"RUNS": shlex.quote(str(runs))}
     console().print(f"TensorBoard: {server.url}")
-    console().print(f"  stop it: {as_typed(stop_command)}", highlight=False)
+    console().print(f"  stop it: {make('tb-stop', **other)}", highlight=False)
     console().print(
         f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
     )

@@ -24,7 +24,7 @@ from sft_play.machine.catalogue import (
     nearest_names,
 )
 from sft_play.machine.host import Host, detect_host
-from sft_play.spelling import as_typed
+from sft_play.spelling import make, quoted, var
 from sft_play.units import MIB
 
 BF16_SINCE, FP16_SINCE = (8, 0), (5, 3)  # compute capability with native support
@@ -103,7 +103,7 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
-        note = as_typed("nvidia-ml-py is not installed, so GPUs cannot be detected; run `make install`")
+        note = f"nvidia-ml-py is not installed, so GPUs cannot be detected; run `{make('install')}`"
         return Machine(gpus=(), note=note, host=host)
     try:
         nvml.nvmlInit()
@@ -257,14 +257,14 @@ def what_if(name: str, count: int = 1) -> Machine:
             is below 1.
     """
     if count < 1:
-        raise ConfigError(f"NGPU={count}: expected a positive integer, e.g. NGPU=2")
-    specs = find_specs(name)
+        raise ConfigError(f"{var(NGPU=count)}: expected a positive integer, e.g. {var(NGPU=2)}")
+    specs, asked = find_specs(name), var(GPU=quoted(name))
     if specs is None:
         closest = ", ".join(nearest_names(name))
-        raise ConfigError(f'GPU="{name}" is unknown; closest: {closest}. All names: {SPECS_FILE}')
+        raise ConfigError(f"{asked} is unknown; closest: {closest}. All names: {SPECS_FILE}")
     if specs.memory_mib is None:
         raise ConfigError(
-            f'the memory size of GPU="{name}" is not known; add memory_mib, as the driver reports it, to '
+            f"the memory size of {asked} is not known; add memory_mib, as the driver reports it, to "
             f"{SPECS_FILE}"
         )
     major, minor = specs.compute_capability.split(".")

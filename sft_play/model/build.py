@@ -35,6 +35,7 @@ from sft_play.model.weights.files import compare_with_index, require_own_weights
 from sft_play.model.weights.finished import first_not_finite
 from sft_play.model.weights.four_bit import nf4, quantize_later
 from sft_play.plan import Plan
+from sft_play.spelling import make
 from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
 from sft_play.upstream.transformers import types_apart
@@ -97,7 +98,7 @@ def load_base(
             quantize_later(with_info[0], torch_dtype)
     except ImportError as error:
         key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
-        remedy = "run `make install`" if quantize else "model.attention=auto uses what is installed"
+        remedy = f"run `{make('install')}`" if quantize else "model.attention=auto uses what is installed"
         raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
     except Exception as error:
         if not isinstance(error, (OSError, ValueError, SafetensorError)) and not is_network_error(error):
@@ -248,7 +249,7 @@ def load_for_inference(
     """
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     if weights is not None and not is_adapter and not (weights / "config.json").is_file():
-        raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
+        raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `{make('train')}` first")
     if is_adapter and weights:
         require_fitting(empty_base(config.model), weights)
     source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))

@@ -27,6 +27,7 @@ from sft_play.model.weights.files import (
     unpinned_code,
 )
 from sft_play.runlog import continued_run
+from sft_play.spelling import login, make
 from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network
 from sft_play.vision.recipes import recipe_for
@@ -65,13 +66,14 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
     hint = FROM_EITHER
     if "couldn't connect" in str(error).lower() or "offline mode" in str(error):
         reason = "the Hub is not reachable, and it is not in the local cache"
-        hint = "use a local folder, or connect to the network; `make plan MODEL=...` plans without either"
+        planned = f"`{make('plan', MODEL='...')}` plans without either"
+        hint = f"use a local folder, or connect to the network; {planned}"
     similar = similar_name(model.name)
     if similar and not Path(model.name).exists():
         hint = f"did you mean model.name={similar}?"
     if "gated repo" in str(error):
         page = f"https://huggingface.co/{model.name}"
-        hint = f"accept the license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
+        hint = f"accept the license at {page}, then run `{login()}` or set HF_TOKEN"
     if "trust_remote_code" in str(error):
         hint = (
             "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it; "

@@ -16,7 +16,7 @@ from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.table import Table, markdown
 from sft_play.report.tables import MISSING, formatted, metric_table, run_values, with_perplexity
 from sft_play.runlog import RunDir, read_json
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.units import format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
@@ -187,7 +187,7 @@ def _scores(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, A
     parts = []
     for split, columns in {"": both, **evaluations}.items():
         if table := markdown(metric_table(columns)):
-            parts += [f"{as_typed('`make eval`')} on the {split} split:", table] if split else [table]
+            parts += [f"`{make('eval')}` on the {split} split:", table] if split else [table]
     return "\n\n".join(parts)
 
 

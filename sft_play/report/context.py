@@ -13,6 +13,7 @@ from sft_play.reasons.choices import group_of
 from sft_play.report.layout import bullets
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import formatted
+from sft_play.spelling import var
 from sft_play.ui.screen import Words
 from sft_play.units import GIB, counted, plural
 
@@ -93,6 +94,6 @@ def problem_of(tree: Mapping[str, Any]) -> str:
         if row["longest"]
     ]
     problems = [row["problem"] for row in tree["rows"] if "problem" in row]
-    longest = f"the longest that fit have {', '.join(known)} tokens (CONTEXT=max)" if known else ""
+    longest = f"the longest that fit have {', '.join(known)} tokens ({var(CONTEXT='max')})" if known else ""
     longest = longest or "; ".join(dict.fromkeys(problems)) or "nor do rows of any length"
     return f"rows of {asked:,} tokens do not fit {tree['model']} on {tree['gpu'] or 'this CPU'}: {longest}"

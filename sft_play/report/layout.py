@@ -12,7 +12,7 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import engine_of
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.plan import Plan
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.ui.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
@@ -80,20 +80,14 @@ def make_command(
 
     `settings` are further variables of make, which come first; those without a value are left out.
     """
-    return as_typed(" ".join(["make", target, *make_settings(config, overrides, **settings)]))
+    return make(target, **make_settings(config, overrides, **settings))
 
 
-def make_settings(config: str | Path, overrides: Sequence[str], **settings: object) -> list[str]:
+def make_settings(config: str | Path, overrides: Sequence[str], **settings: object) -> dict[str, str]:
     """The settings of a `make` command, quoted for a shell; arguments as in `make_command`."""
     words = {name: shlex.quote(str(value)) for name, value in settings.items() if value}
     words |= {"CONFIG": shlex.quote(str(config))} if config else {}
-    words |= {"ARGS": _quoted(shlex.join(overrides))} if overrides else {}
-    return [f"{name}={word}" for name, word in words.items()]
-
-
-def _quoted(words: str) -> str:
-    """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
-    return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'
+    return words | ({"ARGS": shlex.join(overrides)} if overrides else {})
 
 
 def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:

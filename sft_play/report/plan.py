@@ -14,7 +14,7 @@ from sft_play.report.scaling import process_unit, scaling_report
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import MISSING, by_duration, by_speed, formatted, said_of
 from sft_play.report.ways import methods_on_screen
-from sft_play.spelling import as_typed
+from sft_play.spelling import var
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_duration, plural
 
@@ -218,8 +218,8 @@ def plan_others(tree: Mapping[str, Any]) -> list[RenderableType]:
         parts.append(methods_on_screen(tree))
     if tree["alternatives"]:
         parts.append(_candidates_on_screen(tree))
-    more = "WHY=1 adds the reason for each choice, memory by phase, and other numbers of "
-    return [*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim"))]
+    more = f"{var(WHY=1)} adds the reason for each choice, memory by phase, and other numbers of "
+    return [*parts, Words(Text(more + plural(process_unit(plan["device"])), style="dim"))]
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

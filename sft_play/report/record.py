@@ -12,6 +12,7 @@ from sft_play.errors import CheckpointError
 from sft_play.files import open_regular
 from sft_play.report.tables import METRICS, said_of, with_perplexity
 from sft_play.runlog import LONGEST_METRICS, RunDir, held_since, read_json, read_metrics
+from sft_play.spelling import make
 from sft_play.units import MIB
 
 SPLITS = ("val", "test")
@@ -175,7 +176,7 @@ def find_run(name: str | None, folder: Path) -> Path:
         return Path(name) if "/" in name else folder / name
     if runs := runs_in(folder):
         return runs[0]
-    raise CheckpointError(f"there are no runs in {folder}; run `make train` first")
+    raise CheckpointError(f"there are no runs in {folder}; run `{make('train')}` first")
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -217,7 +218,7 @@ def scores_of_models(evaluation: Tree) -> dict[str, Tree]:
 def other_runs(folder: Path) -> str:
     """The end of a message that a run is not there: which ones are."""
     names = [path.name for path in runs_in(folder)[:5]]
-    return f"; the latest runs beside it: {', '.join(names)}" if names else "; run `make train` first"
+    return f"; the latest runs beside it: {', '.join(names)}" if names else f"; run `{make('train')}` first"
 
 
 def _steps(run: RunDir) -> list[Tree]:

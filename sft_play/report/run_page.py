@@ -32,7 +32,7 @@ from sft_play.report.tables import (
     weights_step,
 )
 from sft_play.rows.calls import history_text
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.units import capitalized, counted, format_bytes, format_count, format_duration
 
 # Key of an answer of `make eval` -> whose it is.
@@ -84,7 +84,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", machine),
         ("commit", run.environment.get("commit")),
         ("command", run.environment.get("command")),
-        ("next", as_typed(f"make {target} RUN={name}") if target else None),
+        ("next", make(target, RUN=name) if target else None),
     ]
     return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]
 
@@ -122,9 +122,7 @@ def status_line(run: RunRecord) -> str:
     if status == "failed":
         return f"Failed: {_reason(run)} {steps}; see log.txt.{damaged}"
     if status == "interrupted":
-        return (
-            f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
-        )
+        return f"Interrupted with a checkpoint saved, {steps}; {make('resume')} continues it.{damaged}"
     return f"Not finished: no process on this machine is running it (see log.txt); {steps}.{damaged}"
 
 
@@ -308,9 +306,9 @@ def _evaluated(run: RunRecord) -> dict[str, Tree]:
     for split, result in run.evaluations.items():
         models = scores_of_models(result)
         for name, scores in models.items():
-            found[f"{as_typed('make eval')}, {split}: {name}"] = {**scores, "split": split}
+            found[f"{make('eval')}, {split}: {name}"] = {**scores, "split": split}
         if not models:
-            found[f"{as_typed('make eval')}, {split}"] = result
+            found[f"{make('eval')}, {split}"] = result
     return found
 
 
@@ -329,7 +327,7 @@ def _answers(run: RunRecord) -> Iterator[Block]:
     for split, answers in run.answers.items():
         found = [_sample(history_text(answer["messages"]), answer, ANSWERS) for answer in answers]
         if found:
-            yield Samples(f"{as_typed('make eval')}, first rows of {split}", found)
+            yield Samples(f"{make('eval')}, first rows of {split}", found)
 
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:

@@ -10,7 +10,7 @@ from sft_play.report.record import RunRecord, Tree
 from sft_play.report.scaling import planned_rows, process_unit, scaling_notes, scaling_problems, scaling_table
 from sft_play.report.table import Table
 from sft_play.report.tables import memory_facts, said_of
-from sft_play.spelling import as_typed
+from sft_play.spelling import make
 from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural
 
@@ -94,8 +94,8 @@ def scaling_blocks(run: RunRecord) -> Iterator[Block]:
     Of a run that is done and not planned for others yet: what does that.
     """
     if not run.scaling and run.summary.get("status") == "done" and not run.activity:
-        asked, unit = f"make report RUN={shlex.quote(run.name)}", process_unit(run.chosen["device"])
-        yield Text([as_typed(f"`{asked}` plans the same run on other numbers of {plural(unit)}.")])
+        asked, unit = make("report", RUN=shlex.quote(run.name)), process_unit(run.chosen["device"])
+        yield Text([f"`{asked}` plans the same run on other numbers of {plural(unit)}."])
     if not planned_rows(run.scaling):
         return
     unit = process_unit(run.chosen["device"])

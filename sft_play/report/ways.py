@@ -12,7 +12,7 @@ from sft_play.reasons.choices import group_of
 from sft_play.report.layout import apart
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import by_duration, formatted
-from sft_play.spelling import as_typed
+from sft_play.spelling import make, quoted, var
 from sft_play.ui.screen import Words
 from sft_play.units import GIB, capitalized, counted, format_bytes
 
@@ -47,7 +47,7 @@ def methods_legend(tree: Mapping[str, Any]) -> list[str]:
     """What the rows of other methods are, and how to plan one."""
     rows, chosen = tree["methods"], tree["method"]
     others = [row for row in rows if row["method"] != chosen]
-    said = [as_typed(f"MODE={others[-1]['method']} plans another method, whose fastest plan may be faster")]
+    said = [f"{var(MODE=others[-1]['method'])} plans another method, whose fastest plan may be faster"]
     if any(row.get("ram_bytes") for row in rows):
         said.append("in RAM: weights, gradients and optimizer states")
     speed = tree["plan"].get("tokens_per_second") or 0
@@ -59,7 +59,7 @@ def methods_legend(tree: Mapping[str, Any]) -> list[str]:
 
 def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     """What a model would be like on common GPUs: the cheapest ways, and a table for each method."""
-    details = as_typed(f'For details: make plan MODEL={tree["model"]} GPU="RTX 4090"')
+    details = f"For details: {make('plan', MODEL=tree['model'], GPU=quoted('RTX 4090'))}"
     cheapest = [cheapest_table(tree)] if tree["cheapest"] else []
     tables = [*cheapest, *gpus_tables(tree)]
     return apart(
@@ -138,8 +138,8 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
         f"hours: of the whole run{', times GPUs' if tree['seen'] else ''}, a range where links decide."
     )
     if any(row.get("ram_bytes") for row in tree["cheapest"]):
-        ram = "With OFFLOAD=ram, weights, gradients and optimizer states are in RAM; tokens/s: at least."
-        said.append(as_typed(ram))
+        ram = "weights, gradients and optimizer states are in RAM; tokens/s: at least."
+        said.append(f"With {var(OFFLOAD='ram')}, {ram}")
     return said
 
 

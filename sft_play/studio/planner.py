@@ -5,7 +5,6 @@ The server itself needs no torch, and a plan says here what it says in a shell.
 
 import contextlib
 import json
-import shlex
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from sft_play.spelling import as_typed
+from sft_play.report.layout import make_command
 
 LONGEST_QUEUE = 4  # plans that are made or wait
 KEPT = 64  # answers
@@ -58,11 +57,9 @@ class Question:
     @property
     def command(self) -> str:
         """What answers the same in a shell."""
-        named = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus, "MODE": self.method}
+        named: dict[str, Any] = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus, "MODE": self.method}
         named |= {"ROWS": self.rows, "TOKENS": self.tokens, "GPU_HOUR": self.price}
-        named |= {"ARGS": " ".join(self._length)}
-        settings = (f"{name}={shlex.quote(str(value))}" for name, value in named.items() if value)
-        return as_typed(" ".join(["make plan", *settings]))
+        return make_command("plan", overrides=self._length, **named)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from sft_play.manifest import (
 from sft_play.model.weights.files import foreign_weights
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import make
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import warn
@@ -135,8 +136,8 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
         found = f"with {saved.label} on {count} processes"
     raise CheckpointError(
         f"{checkpoint} was saved {found}, and the state of train.optimizer={config.train.optimizer} "
-        f"cannot be converted.\nResume with: make train NGPU={count} "
-        f'ARGS="parallel.engine={engine.name} train.resume=auto"'
+        "cannot be converted.\nResume with: "
+        + make("train", NGPU=count, ARGS=f"parallel.engine={engine.name} train.resume=auto")
     )
 
 
@@ -160,8 +161,8 @@ def newest_whole(run: RunDir, at_most: int | None = None) -> tuple[Path | None, 
     if at_most is None and (damaged or passed_over):
         reasons = "\n  ".join(["no checkpoint is left to resume from:", *(passed_over or damaged)])
         raise CheckpointError(
-            f"{run.checkpoints}: {reasons}\nCopy a whole checkpoint there, or start again with `make train`, "
-            "which moves this run aside"
+            f"{run.checkpoints}: {reasons}\nCopy a whole checkpoint there, or start again with "
+            f"`{make('train')}`, which moves this run aside"
         )
     return None, passed_over
 

@@ -18,6 +18,7 @@ from sft_play.engines.stored import whole_elements
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
 from sft_play.runlog import RunDir
+from sft_play.spelling import make
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
@@ -41,7 +42,7 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
         if not run.path.is_dir():
             raise StorageError(
                 f"the run directory {run.path} was removed or can no longer be reached while the run was "
-                "writing to it; nothing more can be saved. Run `make train` again"
+                f"writing to it; nothing more can be saved. Run `{make('train')}` again"
             ) from error
         reason = write_failure(error, run.path)
         if reason is None:

@@ -11,6 +11,7 @@ from sft_play.launch.link import Link
 from sft_play.launch.nodes import Nodes, free_port
 from sft_play.launch.ranks import RankExit
 from sft_play.plan import Plan
+from sft_play.spelling import var
 
 
 @contextmanager
@@ -62,7 +63,8 @@ def _decide(offers: list[dict[str, Any]]) -> dict[str, Any]:
             for count, offer in zip(counts, offers, strict=True)
         )
         raise ConfigError(
-            f"all machines need the same number of processes, found {found}: set NGPU=<n> on all of them"
+            f"all machines need the same number of processes, found {found}: set "
+            f"{var(NGPU='<n>')} on all of them"
         )
     plan = agreed_plan([(offer["digest"], offer["plan"]) for offer in offers])
     return {"plan": plan.to_json(), "port": free_port(host="")}

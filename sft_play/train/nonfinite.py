@@ -10,6 +10,7 @@ import torch
 from sft_play.errors import NonFiniteError
 from sft_play.model.layers.loss_head import score_batch
 from sft_play.model.weights.finished import first_not_finite
+from sft_play.spelling import make, var
 from sft_play.train.ranks import from_all
 from sft_play.units import listed
 
@@ -81,8 +82,8 @@ def ended(message: str) -> NonFiniteError:
     """The error that ends the run."""
     return NonFiniteError(
         f"{message}.\nNothing of this step was saved. Look at the rows, or continue from the last checkpoint "
-        "with a lower learning rate: `make resume` with the CONFIG of the run and "
-        'ALLOW=train.learning_rate ARGS="train.learning_rate=<lower>"'
+        f"with a lower learning rate: `{make('resume')}` with the {var(CONFIG=None)} of the run and "
+        f"{var(ALLOW='train.learning_rate', ARGS='train.learning_rate=<lower>')}"
     )
 
 

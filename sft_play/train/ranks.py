@@ -27,6 +27,7 @@ from sft_play.planning.speed.devices import (
     write_collectives,
 )
 from sft_play.planning.speed.profile import Curve
+from sft_play.spelling import var
 from sft_play.ui.console import console, warn
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration
@@ -142,7 +143,7 @@ def agree_on_files(job: Job) -> Job:
         )
     engine = engine_of(job.plan.sharing.engine)
     if engine.shards_weights and not all(seen):
-        whole = [f"ENGINE={row.name}" for row in SEVERAL.values() if not row.shards_weights]
+        whole = [var(ENGINE=row.name) for row in SEVERAL.values() if not row.shards_weights]
         raise LaunchError(
             f"{engine.label} over several machines needs a run directory that all of them share, since each "
             f"saves only a part of a checkpoint, but {job.run.path} is not shared: set output.dir to a "

@@ -13,6 +13,7 @@ from sft_play.job import Job
 from sft_play.manifest import has_manifest, read_manifest
 from sft_play.model.weights.base_files import require_same_base
 from sft_play.runlog import read_json
+from sft_play.spelling import var
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import console, warn
@@ -189,7 +190,8 @@ def require_same_run(job: Job, checkpoint: Path) -> list[str]:
     unknown = sorted(allowed - set(now))
     if unknown:
         raise ConfigError(
-            f"train.allow_changed (ALLOW=): {', '.join(unknown)} is not compared; allowed: {', '.join(now)}"
+            f"train.allow_changed ({var(ALLOW='')}): {', '.join(unknown)} is not compared; allowed: "
+            + ", ".join(now)
         )
     changed = differences(manifest.get("settings", {}), now)
     fixed = [name for name in changed if name.startswith(FIXED)]
@@ -197,9 +199,11 @@ def require_same_run(job: Job, checkpoint: Path) -> list[str]:
     if refused:
         lines = [f"{name}: {changed[name]}" for name in refused]
         head = f"{checkpoint} belongs to a run with different settings:"
-        remedy = f"Set them back, or continue with the new ones: ALLOW={','.join(refused)}"
+        remedy = f"Set them back, or continue with the new ones: {var(ALLOW=','.join(refused))}"
         if fixed:
-            remedy = f"Set them back, or start a new run (RUN=<name>): {', '.join(fixed)} cannot change"
+            remedy = (
+                f"Set them back, or start a new run ({var(RUN='<name>')}): {', '.join(fixed)} cannot change"
+            )
         raise ConfigError("\n  ".join([head, *lines]) + f"\n{remedy}")
     here = installed_versions()
     versions = {name: here.get(name, "none") for name in manifest.get("versions", {})}

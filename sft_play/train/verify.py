@@ -17,6 +17,7 @@ from sft_play.launch.environment import IGNORED_VARIABLE
 from sft_play.model.attention.sequence_parallel import KEY, Part, divide
 from sft_play.plan import Plan
 from sft_play.reasons.choices import ranks_text
+from sft_play.spelling import make
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import console
 from sft_play.units import format_bytes
@@ -41,7 +42,7 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
     if accelerator.num_processes != processes:
         raise LaunchError(
             f"{processes} processes were requested, but {accelerator.num_processes} started; the "
-            "effective batch would be wrong. Launch with `make train-distributed NGPU=<n>`, or see "
+            f"effective batch would be wrong. Launch with `{make('train-distributed', NGPU='<n>')}`, or see "
             "MULTI_GPU_GUIDE.md"
         )
     found = accelerator.distributed_type.value.replace("MULTI_CPU", "MULTI_GPU")

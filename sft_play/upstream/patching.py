@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from sft_play.errors import ConfigError
+from sft_play.spelling import make
 
 # The blocks of `undone` that are open, the innermost last, each with what lasts until its end. The first one
 # is the process, which a command ends with.
@@ -47,7 +48,7 @@ def patched(target: Any, name: str, value: object, *, builtin: bool = False) -> 
     if not hasattr(builtins if builtin else target, name):
         raise ConfigError(
             f"{target.__name__} has no {name}, which SFT-Play replaces: this version of the library is not "
-            "supported; run `make install` for one that is"
+            f"supported; run `{make('install')}` for one that is"
         )
     missing = object()
     before = vars(target).get(name, missing)

@@ -15,6 +15,7 @@ from PIL.ExifTags import Base
 
 from sft_play.errors import DataError, first_line
 from sft_play.files import read_whole
+from sft_play.spelling import make
 from sft_play.vision.families import Recipe
 from sft_play.vision.types import Picture
 
@@ -101,7 +102,7 @@ def pixels(picture: Picture, recipe: Recipe, folder: Path) -> np.ndarray:
     return np.asarray(found, np.float32).reshape(picture.fit.units, *recipe.family.unit_shape)
 
 
-_AGAIN = "Put the file back, or prepare the rows again: `make clean-cache`, then `make prepare`"
+_AGAIN = f"Put the file back, or prepare the rows again: `make clean-cache`, then `{make('prepare')}`"
 
 
 @cache

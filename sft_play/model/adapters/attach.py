@@ -27,6 +27,7 @@ from sft_play.model.adapters.targets import (
 from sft_play.model.architecture.shape import require_quick_patterns, without_weights
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
 from sft_play.model.placement import places_for_adapter
+from sft_play.spelling import make
 from sft_play.units import listed
 
 SHOWN = 3  # names in a message
@@ -266,5 +267,5 @@ def _unfit(folder: Path, why: str | Exception) -> CheckpointError:
     reason = why if isinstance(why, str) else " ".join(str(why).split())[:300]
     return CheckpointError(
         f"the adapter in {folder} does not fit the model: {reason}\n"
-        "Use the config that it was trained with, or train again with `make train`"
+        f"Use the config that it was trained with, or train again with `{make('train')}`"
     )

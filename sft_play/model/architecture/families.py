@@ -45,6 +45,7 @@ FAMILIES = {
     "gemma4_assistant": Family(refused=DRAFTS),
     "gemma4_unified_assistant": Family(refused=DRAFTS),
     "inkling_text": Family(refused=OTHER_HEAD),
+    "mllama": Family(refused="has layers that run only where there is an image, which is not supported yet"),
     "modernbert-decoder": Family(refused=OTHER_HEAD),
     "nemotron": Family(loses_boundaries=True),
     "reformer": Family(refused="computes its gradients by itself, and none for adapters"),

@@ -14,6 +14,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import read_shipped
 from sft_play.resources import CONFIGS
+from sft_play.spelling import login, var
 
 MODELS_FILE = CONFIGS / "models.yaml"
 
@@ -35,7 +36,7 @@ class PublishedModel:
         if not self.gated:
             return ""
         page = f"https://huggingface.co/{self.name}"
-        return f"accept its license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
+        return f"accept its license at {page}, then run `{login()}` or set HF_TOKEN"
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def hub_name(typed: str) -> str:
     close = difflib.get_close_matches(typed.lower(), by_short_name, n=4, cutoff=0.0)
     names = ", ".join(by_short_name[name].name for name in close)
     raise ConfigError(
-        f"MODEL={typed} is unknown; closest: {names}. Use one of these, a name with its organization "
+        f"{var(MODEL=typed)} is unknown; closest: {names}. Use one of these, a name with its organization "
         "(Qwen/Qwen3-8B), or a folder with a config.json"
     )
 

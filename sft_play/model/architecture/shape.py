@@ -23,6 +23,7 @@ from sft_play.errors import ConfigError
 from sft_play.model.architecture.families import family_of
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.transformers import classes_by_config, loaded_as, undivided
+from sft_play.vision.looks import seeing_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -63,15 +64,16 @@ def _why_no_decoder(config: "PretrainedConfig") -> str | None:
 
 
 def know_multimodal(config: "PretrainedConfig") -> None:
-    """Lets `AutoModelForCausalLM` build a model that reads images too, whose text part is trained.
+    """Lets `AutoModelForCausalLM` build a model that sees too, whose text part is trained.
 
-    For some of them transformers itself does so (Gemma 3, Llama 4), for others not (Qwen-VL, Mistral 3).
+    For some of them transformers itself does so (Gemma 3, Llama 4), for others not (Qwen-VL, Mistral 3). Of
+    Qwen3.5 it would leave out what sees, which would be missing from what is saved.
     """
     kind, known = type(config), classes_by_config(AutoModelForCausalLM)
     multimodal = classes_by_config(AutoModelForImageTextToText)
     if family_of(config).text_alone:
         lasting(loaded_as, AutoModelForCausalLM, kind, known[type(config.get_text_config())])
-    elif kind in multimodal and kind not in known:
+    elif kind in multimodal and (kind not in known or seeing_parts(config)):
         lasting(loaded_as, AutoModelForCausalLM, kind, multimodal[kind])
 
 

@@ -15,6 +15,7 @@ from sft_play.model.architecture.families import family_of
 from sft_play.model.architecture.shape import setting
 from sft_play.model.attention.table import ATTENTIONS, NAME, Attention
 from sft_play.reasons.method import Padded
+from sft_play.spelling import make
 from sft_play.units import SIXTEEN_BIT
 from sft_play.upstream.transformers import classes_by_config, supports
 
@@ -52,7 +53,7 @@ def choose_attention(
         raise ConfigError(
             f"model.attention=auto: {model_class.__name__} does not say whether it supports PyTorch's "
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
-            "`make install`, or set model.attention"
+            f"`{make('install')}`, or set model.attention"
         )
     plain = generation_attention(config)
     if calls_ours(config) and (plain == "sdpa" or has_sinks(config)):

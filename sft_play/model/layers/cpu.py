@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from sft_play.errors import ConfigError
+from sft_play.spelling import make
 
 TILE = 256  # tokens; larger tiles are no faster and take more memory
 PARTS = 32  # of the head's gradient in 16 bits, each of which is copied in fp32 while it is added
@@ -147,6 +148,6 @@ def keep_differentiable(model: torch.nn.Module) -> None:
             if not hasattr(module, "support_avx512bf16_for_cpu"):
                 raise ConfigError(
                     "tuning.mode=qlora: 4-bit layers have no support_avx512bf16_for_cpu, so this version of "
-                    "bitsandbytes is not supported: run `make install`"
+                    f"bitsandbytes is not supported: run `{make('install')}`"
                 )
             module.support_avx512bf16_for_cpu = False

@@ -11,6 +11,7 @@ from sft_play.manifest import find_damage, has_manifest, read_manifest
 from sft_play.model.weights.base_files import require_same_base
 from sft_play.model.weights.files import foreign_weights, missing_shards
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import make, var
 from sft_play.ui.console import warn
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _require_same_positions(config: RunConfig, adapter: Path) -> None:
     if "rope_scaling" in manifest and manifest["rope_scaling"] != now:
         raise CheckpointError(
             f"{adapter} was trained with model.rope_scaling={manifest['rope_scaling']}, and the config has "
-            f"{now}; use the config that it was trained with (RUN=<name> without CONFIG)"
+            f"{now}; use the config that it was trained with ({var(RUN='<name>')} without {var(CONFIG=None)})"
         )
 
 
@@ -62,7 +63,8 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     next_command = f"finish the run with `{run.resume_command()}`, or train it again"
     if not run.path.is_dir():
         raise CheckpointError(
-            f"there is no run {run.path}. Use the CONFIG and RUN that it was trained with, or `make train` it"
+            f"there is no run {run.path}. Use the {var(CONFIG=None)} and {var(RUN=None)} that it was trained "
+            f"with, or `{make('train')}` it"
         )
     if not (folder / settings).is_file():
         kind = "model" if full else "adapter"

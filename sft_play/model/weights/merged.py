@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from sft_play.engines.stored import put_to_use, type_in_use
 from sft_play.errors import NonFiniteError, first_line
 from sft_play.model.weights.finished import first_not_finite
+from sft_play.spelling import make, var
 from sft_play.upstream.transformers import joins_weights, save_from
 
 FP32_COPIES = 4  # of a matrix, while PEFT merges an adapter into it: product, its multiple, matrix, sum
@@ -94,7 +95,7 @@ def _naming(adapter: Path) -> Iterator[None]:
     except ValueError as error:
         raise NonFiniteError(
             f"{adapter} cannot be merged: {first_line(error)}. Resume from an earlier checkpoint: "
-            'make train ARGS="train.resume=<checkpoint>"'
+            f"{make('train', ARGS='train.resume=<checkpoint>')}"
         ) from error
 
 
@@ -145,4 +146,6 @@ def _require_finite(weights: list[tuple[str, Tensor]]) -> None:
     """Refuses named weights of any shape, in the type in which they are to be saved, that overflow it."""
     if name := first_not_finite(weights):
         dtype = str(dict(weights)[name].dtype).removeprefix("torch.")
-        raise NonFiniteError(f"merged weight {name} overflows {dtype}; use DTYPE=bfloat16 or DTYPE=float32")
+        raise NonFiniteError(
+            f"merged weight {name} overflows {dtype}; use {var(DTYPE='bfloat16')} or {var(DTYPE='float32')}"
+        )

@@ -8,6 +8,7 @@ from sft_play.model.attention.table import ATTENTIONS, NAME
 from sft_play.planning.candidates.batch import divisors
 from sft_play.reasons.method import Padded
 from sft_play.sizing.facts.architecture import Architecture
+from sft_play.spelling import var
 from sft_play.units import counted
 
 
@@ -57,7 +58,7 @@ def require_divisible(
     if each % ranks:
         raise ConfigError(
             f"{asked} does not divide the {counted(each, 'process')} of a machine; allowed: {_sizes(each)}; "
-            f"or start {ranks} processes or a multiple (NGPU={ranks})"
+            f"or start {ranks} processes or a multiple ({var(NGPU=ranks)})"
         )
     if padded:
         raise ConfigError(

@@ -9,10 +9,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError
 from sft_play.planning.rows.facts import DataFacts, RowSizes
+from sft_play.spelling import var
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
 NORMAL_P95 = 1.6448536269514722  # the 95th percentile of the standard normal distribution
-EXAMPLE = "e.g. ROWS=5000 TOKENS=1500, or ROWS=5000 LENGTHS=lognormal:1500:6000 (median and 95th percentile)"
+DRAWN = var(ROWS=5000, LENGTHS="lognormal:1500:6000")
+EXAMPLE = f"e.g. {var(ROWS=5000, TOKENS=1500)}, or {DRAWN} (median and 95th percentile)"
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,21 @@ def described_rows(rows: int | None, tokens: int | None, lengths: str | None) ->
         return None
     if rows is None:
         raise ConfigError(
-            f"TOKENS and LENGTHS describe the length of rows and need ROWS, their number: {EXAMPLE}"
+            f"{var(TOKENS=None)} and {var(LENGTHS=None)} describe the length of rows and need "
+            f"{var(ROWS=None)}, their number: {EXAMPLE}"
         )
     if (tokens is None) == (lengths is None):
-        raise ConfigError(f"ROWS={rows} needs either TOKENS, their median, or LENGTHS: {EXAMPLE}")
+        either = f"{var(TOKENS=None)}, their median, or {var(LENGTHS=None)}"
+        raise ConfigError(f"{var(ROWS=rows)} needs either {either}: {EXAMPLE}")
     if tokens is not None:
         return DescribedRows(rows, Lengths(tokens, round(DEFAULT_SPREAD * tokens)))
     kind, *numbers = str(lengths).split(":")
     if kind != "lognormal" or len(numbers) != 2 or not all(each.isdigit() for each in numbers):
-        raise ConfigError(f"LENGTHS={lengths}: expected lognormal:median:p95 in tokens, {EXAMPLE}")
+        raise ConfigError(f"{var(LENGTHS=lengths)}: expected lognormal:median:p95 in tokens, {EXAMPLE}")
     median, p95 = map(int, numbers)
     if not 2 <= median <= p95 <= MAX_UNSTATED:
         raise ConfigError(
-            f"LENGTHS={lengths}: expected 2 <= median <= p95 <= {MAX_UNSTATED:,} tokens, {EXAMPLE}"
+            f"{var(LENGTHS=lengths)}: expected 2 <= median <= p95 <= {MAX_UNSTATED:,} tokens, {EXAMPLE}"
         )
     return DescribedRows(rows, Lengths(median, p95))
 

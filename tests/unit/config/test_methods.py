@@ -83,7 +83,7 @@ def test_each_missing_package_comes_with_a_command_that_installs_it(monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = RunConfig.model_validate(tree(optimizer="lion_32bit", report_to=["wandb"]))
     assert list(missing_packages(config).values()) == [
-        "run `make install`",
+        "run `pip install <the wheel of SFT-Play>`",
         f'run `{sys.executable} -m pip install "wandb<1,>=0.31"`',
     ]
     monkeypatch.setenv(BY_MAKE, "1")

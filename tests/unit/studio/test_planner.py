@@ -59,7 +59,8 @@ def test_a_question_is_the_command_that_a_person_types():
     )
     costly = Question("m", "g", 1, "lora", rows="5000", tokens="900", context="4096", price="2.5")
     assert costly.command == (
-        "make plan MODEL=m GPU=g NGPU=1 MODE=lora ROWS=5000 TOKENS=900 GPU_HOUR=2.5 ARGS=model.max_seq_len=4096"
+        "make plan MODEL=m GPU=g NGPU=1 MODE=lora ROWS=5000 TOKENS=900 GPU_HOUR=2.5 "
+        'ARGS="model.max_seq_len=4096"'
     )
     assert costly.arguments[3:] == [
         *("--gpu", "g", "--gpus", "1", "--rows", "5000", "--tokens", "900", "--gpu-hour", "2.5", "--json"),
