@@ -134,26 +134,20 @@ def prepare(
     """
     origin = use_template(tokenizer, config.data.chat_template)
     max_tokens = length_limit(config.model, tokenizer, model_limit)
-    chat = make_chat(
-        tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
-    )
-    chat = replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
+    chat = _chat(config, tokenizer, max_tokens, recipe)
     dated = _day_written(config, tokenizer, day)
     opened = open_inputs(config.data)
     inputs, sources = zip(*opened, strict=True)
     fingerprints = [fingerprint(source) for source in sources]
     galleries = [gallery_of(config, source, recipe) for source in sources]
-    key = _cache_key(
-        config, tokenizer, max_tokens, dated, inputs, [digest for digest, _ in fingerprints], galleries
-    )
+    key = _cache_key(config, tokenizer, max_tokens, dated, inputs, fingerprints, galleries)
 
     def make(folder: Path) -> dict[str, object]:
         started = time.perf_counter()
         tasks, parts = [], []
         for (given, source), gallery in zip(opened, galleries, strict=True):
             with _own_rows(given):
-                task = _task(config, given, source, chat, origin)
-                tasks.append(replace(task, gallery=replace(gallery, kept=folder)))
+                tasks.append(_task(config, given, source, chat, origin, replace(gallery, kept=folder)))
         for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
             name = Path(given.path).name if config.data.sources else given.split
             bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
@@ -176,6 +170,15 @@ def prepare(
     folder = project_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)
     return _load(config, folder, inventory(opened), recipe)
+
+
+def _chat(
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None, recipe: Recipe | str
+) -> Chat:
+    chat = make_chat(
+        tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
+    )
+    return replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
 
 
 @contextmanager
@@ -211,7 +214,7 @@ def _cache_key(
     max_tokens: int | None,
     day: date | None,
     inputs: Sequence[DataInput],
-    fingerprints: Sequence[str],
+    fingerprints: Sequence[tuple[str, int | None]],
     galleries: Sequence[Gallery],
 ) -> str:
     """Does not depend on weights: they decide how often rows are seen, not what they are."""
@@ -221,7 +224,7 @@ def _cache_key(
     held_out = {split: fraction for split, fraction in fractions.items() if split not in own and fraction}
     files = [
         [given.split, given.format, dict(given.columns), digest]
-        for given, digest in zip(inputs, fingerprints, strict=True)
+        for given, (digest, _) in zip(inputs, fingerprints, strict=True)
     ]
     settings = (
         "task", "system_prompt", "supervise", "learn_tool_calls", "control_tokens",
@@ -242,11 +245,13 @@ def _cache_key(
     )
 
 
-def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str) -> EncodingTask:
+def _task(
+    config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str, gallery: Gallery
+) -> EncodingTask:
     """Detects the format from the first row and tries the chat template on the first conversation."""
     what = f"{given.key}: {source.path}"
     name, rows = with_format(read_rows(source, config.data.limit), given.format, what)
-    settings = (name, config.data.system_prompt, config.data.overlong)
+    settings = (name, config.data.system_prompt, config.data.overlong, gallery)
     if is_raw_text(config, given, source, name):
         whole = with_control_tokens(replace(chat, max_tokens=None), config.data.control_tokens, renders=False)
         return EncodingTask(whole, *settings, block=block_tokens(config.model, chat.max_tokens))

@@ -92,6 +92,8 @@ def test_a_change_of_the_repository_changes_the_fingerprint_of_streamed_rows(as_
 
 def test_a_stream_that_breaks_names_the_row(repository):
     class Broken:
+        features = None
+
         def __iter__(self):
             yield {"text": "one"}
             raise ConnectionError("the connection was closed")
