@@ -27,14 +27,14 @@
 #? V=1                              show commands, and where a start's time goes
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite
 # What publishes, deletes or overwrites is typed, and never taken from the environment.
-AS_TYPED = CONFIRM FORCE OUT PUBLIC REPO
+AS_TYPED = CONFIRM FORCE OUT PUBLIC REMOVE REPO
 $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(eval override $(name) =)))
-# What clean-all would remove because of the environment.
+# From where runs would be removed because of the environment.
 $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM CONTEXT DTYPE ENGINE EXTRAS FORCE FORMAT GPU GPU_HOUR IN LENGTHS LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO ROWS RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME TOKENS V VENV WHAT WHY ZERO
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REMOVE REPO ROWS RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME TOKENS V VENV WHAT WHY ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -295,8 +295,8 @@ compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
 	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force )$(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
 
 .PHONY: runs
-runs: $(READY) ## List runs with status, steps, score and note
-	$(SFT) runs --runs $(call quote,$(RUNS))
+runs: $(READY) ## List runs, with scores and notes; REMOVE="old older"
+	$(if $(and $(REMOVE),$(filter RUNS,$(INHERITED))),$(error REMOVE takes no RUNS from the environment; type it: make runs RUNS=<folder> REMOVE=<name>))$(SFT) runs --runs $(call quote,$(RUNS))$(if $(REMOVE), $(if $(call yes,CONFIRM),--yes )-- remove $(foreach name,$(call one_line,$(REMOVE)),$(call quote,$(name))))
 
 .PHONY: export
 export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from sft_play.commands.judges import hand_over
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.files import replacing_file, storing, write_atomic
@@ -61,6 +62,7 @@ def _name_of(function: object) -> str:
             f"metrics: {name} of {module} is not found by that name, and a run keeps the names of its "
             "metrics; give a function that a `def` in a module, a script or a notebook defines"
         )
+    hand_over(f"{module}:{name}")
     return f"{module}:{name}"
 
 

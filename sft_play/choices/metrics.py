@@ -24,6 +24,7 @@ class Metric:
     score: Callable[[str, str], float | bool]  # of an answer and its reference
     of_all: Callable[[Sequence[str], Sequence[str]], float] | None = None  # where that is no mean
     uses_pattern: bool = False  # whether it compares what eval.answer_pattern finds
+    of_calls: bool = False  # whether it is only of answers that are calls of tools
 
 
 def normalise(text: str) -> str:
@@ -83,5 +84,6 @@ METRICS = {
     ),
     "token_f1": Metric("token F1 (0 to 1)", "{:.3f}", _token_f1),
     "contains": Metric("contains the reference", "{:.1%}", _contains),
+    "tool_calls": Metric("tool calls right", "{:.1%}", _same, of_calls=True),
 }
-DEFAULT = ("exact_match", "rouge_l", "chrf")
+DEFAULT = ("exact_match", "rouge_l", "chrf", "tool_calls")

@@ -66,8 +66,13 @@ def require_answers(references: Sequence[str], pattern: str | None) -> None:
 
 
 def score_answer(compared: Compared, settings: EvalConfig) -> Scores:
-    """The scores of an answer by the metrics of eval.metrics that are no functions of one's own."""
-    return {name: _score(METRICS[name], compared, settings) for name in settings.metrics if name in METRICS}
+    """The scores of an answer by those of eval.metrics that are for it and no functions of one's own."""
+    metrics = {name: METRICS[name] for name in settings.metrics if name in METRICS}
+    return {
+        name: _score(metric, compared, settings)
+        for name, metric in metrics.items()
+        if compared.calls or not metric.of_calls
+    }
 
 
 def _score(metric: Metric, compared: Compared, settings: EvalConfig) -> float | bool | None:
@@ -94,8 +99,8 @@ def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | No
 def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) -> dict[str, float | None]:
     """Each metric over all answers, at least one: a mean, or that of the library for a corpus."""
     found: dict[str, float | None] = {"answered_rows": len(scores)}
-    for name in scores[0]:
-        values = [value for each in scores if (value := each[name]) is not None]
+    for name in dict.fromkeys(name for each in scores for name in each):
+        values = [value for each in scores if (value := each.get(name)) is not None]
         metric = METRICS.get(name)
         if metric and metric.of_all:
             found[name] = metric.of_all(
@@ -103,7 +108,7 @@ def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) ->
             )
         else:
             found[name] = sum(values) / len(values) if values else None
-        if metric and metric.uses_pattern:
+        if metric and (metric.uses_pattern or metric.of_calls):
             found[f"{name}_rows"] = len(values)
     return found
 

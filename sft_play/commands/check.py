@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
-from sft_play.plan import Device
+from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
@@ -66,7 +66,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         findings += method_findings(config, machine)
         findings += disk_findings(Path(config.output.dir))
         if not exit_code(findings):
-            findings.append(plan_finding(materialise(resolved), machine))
+            findings += plan_findings(materialise(resolved), machine)
     return [*findings, *device_findings(machine), *version_findings(machine)]
 
 
@@ -278,12 +278,14 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(ERROR, "method", text, fix)
 
 
-def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
-    """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
+def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Finding]:
+    """Whether the run fits this machine, and which of its rows were left out.
+
+    It is planned as `make plan` does; rows of the Hub are assumed.
+    """
     from sft_play.planning.answers.advice import changed_command, plan_or_advise
     from sft_play.planning.request import Request
     from sft_play.planning.rows.facts import DataFacts, row_sizes
-    from sft_play.report.scaling import process_unit
     from sft_play.sizing.facts.architecture import planning_architecture
 
     config, processes = resolved.config, len(machine.gpus) or 1
@@ -292,19 +294,29 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
         architecture, _ = planning_architecture(config.model)
         facts = DataFacts.unseen(config, architecture)
         if not on_hub:
-            facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=True), config)
+            sizes = row_sizes(config, architecture, progress=True)
+            facts = DataFacts.of_sizes(sizes, config)
+            if sizes.left_out:
+                yield Finding(WARNING, "data", f"data.bad_rows=drop: {sizes.left_out}")
         with spinner(PLANNING):
             request = Request(config, architecture, facts, machine, processes)
             plan = plan_or_advise(request, partial(changed_command, resolved))
     except DataError as error:
-        return Finding(ERROR, "data", str(error))
+        yield Finding(ERROR, "data", str(error))
     except ConfigError as error:
-        return Finding(ERROR, "plan", str(error))
+        yield Finding(ERROR, "plan", str(error))
     except DoesNotFitError as error:
         level, assumed = (
             (WARNING, "assuming full rows, since the data was not read, ") if on_hub else (ERROR, "")
         )
-        return Finding(level, "plan", f"{assumed}{error}")
+        yield Finding(level, "plan", f"{assumed}{error}")
+    else:
+        yield _fits(plan, processes)
+
+
+def _fits(plan: Plan, processes: int) -> Finding:
+    from sft_play.report.scaling import process_unit
+
     if plan.memory is None:
         return Finding(
             WARNING, "plan", "the memory of this run cannot be predicted", f"run `{make('probe')}`"

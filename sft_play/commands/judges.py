@@ -19,15 +19,25 @@ from sft_play.ui.console import warn
 
 Judge = Callable[[str, str, Mapping[str, Any]], Any]  # of an answer, its reference and the row
 
+_handed_over = set[str]()  # functions that the code of this process has given itself, by name
+
+
+def hand_over(name: str) -> None:
+    """Lets runs of this process name a function, also from their folders: whoever calls us has it already."""
+    _handed_over.add(name)
+
 
 def require_given(resolved: ResolvedConfig) -> None:
     """Refuses functions that the folder of a run names, but for those of built-in rows; ConfigError."""
     ours = f"{replies.__name__}:"
-    own = [name for name in resolved.config.eval.metrics if ":" in name and not name.startswith(ours)]
+    named = [name for name in resolved.config.eval.metrics if ":" in name and not name.startswith(ours)]
+    own = [name for name in named if name not in _handed_over]
     origin = Path(resolved.origins.get("eval.metrics", ""))
     if own and (origin.name == OF_RUN or origin.parent.name == GIVEN):
         metrics = ",".join(resolved.config.eval.metrics)
         again, without = (var(ARGS=f"eval.metrics=[{names}]") for names in (metrics, DEFAULT[0]))
+        if any(name.startswith("__main__:") for name in own):  # of a script or notebook, as no command is
+            again = f"metrics=[..., {own[0].partition(':')[2]}] to sft.evaluate in the script that has it"
         raise ConfigError(
             f"eval.metrics: {origin} names {', '.join(own)}, and code that the folder of a run names is run "
             f"only if you name it too; add {again}, or do without it: {without}"

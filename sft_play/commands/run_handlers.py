@@ -9,7 +9,7 @@ import click
 from sft_play.commands.command_line import Arguments, command, end, flag, switch
 from sft_play.commands.handlers import folder_of_runs
 from sft_play.errors import ConfigError
-from sft_play.spelling import make
+from sft_play.spelling import either, make
 from sft_play.ui.console import console
 
 
@@ -32,8 +32,10 @@ def list_or_remove(args: Arguments, words: tuple[str, ...], runs: Path, yes: boo
     found = removable(words[1:], runs)
     sizes = {run: size_of(run) for run in found}
     if not yes and not sys.stdin.isatty():
-        raise ConfigError(f"this removes {', '.join(words[1:])} with all checkpoints; add --yes to proceed")
-    question = f"Remove {', '.join(words[1:])} with all files ({format_bytes(sum(sizes.values()))})?"
+        added = either("CONFIRM=1", "--yes")
+        raise ConfigError(f"this removes {', '.join(words[1:])} with all checkpoints; add {added} to proceed")
+    size = format_bytes(sum(sizes.values()))
+    question = f"Remove {', '.join(words[1:])} in {runs} with all files ({size})?"
     if yes or click.confirm(question, err=True):
         for run in found:
             remove(run)

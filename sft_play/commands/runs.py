@@ -15,6 +15,7 @@ from sft_play.report.runs_page import RunRow, run_row
 from sft_play.report.sound import read_sound
 from sft_play.report.table import Table
 from sft_play.runlog import RunDir, hold_run, read_json
+from sft_play.spelling import make
 
 COLUMNS = ("run", "model", "method", "status", "steps", "best score", "note")
 ENDED = ("done", "failed", "interrupted")
@@ -65,7 +66,7 @@ def removable(names: Sequence[str], folder: Path) -> list[RunDir]:
 def _removable(name: str, folder: Path) -> RunDir:
     run = RunDir(folder / name)
     if name in ("", ".", "..") or "/" in name:
-        raise ConfigError(f"{name!r} is not the name of a run in {folder}; `sft-play runs` lists them")
+        raise ConfigError(f"{name!r} is not the name of a run in {folder}; `{make('runs')}` lists them")
     if run.path.is_symlink():
         raise ConfigError(f"{run.path} is a symbolic link, so it is not removed")
     if not run.path.is_dir():

@@ -27,10 +27,10 @@ from sft_play.machine.host import missing
 from sft_play.machine.process import ended_by_signals, importing_libraries
 from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import write_card
+from sft_play.report.closing import closing_screen
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.record import other_runs
-from sft_play.report.tables import closing_screen
 from sft_play.runlog import RunDir, hold_run, open_run, read_json, update_summary
 from sft_play.spelling import make
 from sft_play.train.multinode import agree_on_plan, connected_machines

@@ -138,8 +138,9 @@ class EvalConfig(Section):
     max_new_tokens: Count = 256
     """Maximum length of a generated answer in tokens."""
     metrics: Metrics = DEFAULT
-    """What answers are judged by: exact_match, rouge_l, chrf, token_f1, contains, or a function of your own
-    as module:function. The first of them that is true or false marks an answer as right or wrong."""
+    """What answers are judged by: exact_match, rouge_l, chrf, tool_calls, token_f1, contains, or a function
+    of your own as module:function. The first of them that is true or false marks an answer as right or
+    wrong."""
     answer_pattern: Expression | None = None
     """Regular expression for exact match: the first group of its last match is compared, e.g. '####
     *(\\S+)'. Default: compare whole answers, with whitespace normalized."""

@@ -1,6 +1,6 @@
 """Rows that are not valid: all of them are found, then refused together, or left out and listed in a file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,27 @@ def require_none(folder: Path, what: str, bad: int, read: int) -> None:
     if not bad:
         return
     with (folder / FILE).open(encoding="utf-8") as file:
-        lines = "".join(f"  {line}" for line in islice(file, SHOWN))
+        lines = "".join(f"  {line}\n" for line in by_cause(islice(file, SHOWN)))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""
-    them = "it" if bad == 1 else "them"
-    dropped = (
-        f", or leave {them} out: {var(ARGS='data.bad_rows=drop')}" if bad < read else ": no other is left"
-    )
+    them, said = ("it", "is not valid") if bad == 1 else ("them", "are not valid")
+    dropping = f", or leave {them} out: {var(ARGS='data.bad_rows=drop')}"
+    dropped = dropping if bad < read else "; there are no other rows"
     raise DataError(
-        f"{what}: {bad:,} of {counted(read, 'row')} {_are(bad)} {DROPPED}{first}:\n{lines}"
-        f"Correct {them}{dropped}"
+        f"{what}: {bad:,} of {counted(read, 'row')} {said}{first}:\n{lines}Correct {them}{dropped}"
     )
+
+
+def by_cause(lines: Iterable[str]) -> list[str]:
+    """Lines as written; those of a file with the same cause are one: "a.jsonl:3, 7, 9: no answer"."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        where, _, cause = line.strip().partition(": ")
+        file, _, number = where.rpartition(":")
+        rows.setdefault((file, cause), []).append(number)
+    return [f"{file}:{', '.join(numbers)}: {cause}" for (file, cause), numbers in rows.items()]
 
 
 def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
     """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
     bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats[split])
     return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"

@@ -12,12 +12,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.files import storing, write_atomic
 from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
+from sft_play.report.closing import run_values, training_time
 from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.table import Table, markdown
-from sft_play.report.tables import MISSING, formatted, metric_table, run_values, with_perplexity
+from sft_play.report.tables import MISSING, metric_table, with_perplexity
 from sft_play.runlog import RunDir, read_json
 from sft_play.spelling import make
-from sft_play.units import format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
@@ -71,8 +71,8 @@ def model_card(
     what = "A LoRA adapter for" if is_adapter else "A fine-tuned version of"
     data = ", ".join(f"`{public_name(path)}`" for path in training_paths(config.data))
     on_hub = f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else f"`{base}`"
-    duration = formatted(summary.get("training_seconds"), format_duration)
-    measured = [("device", summary.get("device", MISSING)), ("training time", duration), *run_values(summary)]
+    device, duration = summary.get("device", MISSING), training_time(summary)
+    measured = [("device", device), ("training time", duration), *run_values(summary)]
     versions = summary.get("versions") or {}
     sections = {
         "Use": _usage(config, is_adapter, summary.get("model_class"), summary.get("stop_tokens") or {}),
@@ -98,9 +98,9 @@ def public_name(name: str) -> str:
     return name if is_on_hub(name) or name.startswith("builtin:") else Path(name).name
 
 
-def without_folders(text: str) -> str:
-    """A message as it may be published: absolute paths in it lose their folders."""
-    return FOLDERS.sub("", text)
+def without_folders(text: str, instead: str = "") -> str:
+    """A message as it may be published: absolute paths in it have something else for their folders."""
+    return FOLDERS.sub(instead, text)
 
 
 def is_on_hub(name: str) -> bool:

@@ -84,19 +84,22 @@ def memory_tables(memory: Tree) -> RenderableType:
     return Group(title, on_screen(_process_table(memory)), side_by_side, *in_ram)
 
 
-def probe_line(plan: Tree, result: Tree) -> str:
-    """Memory peak and time of a step in one line, from `Plan.to_json()` and the fields of a `ProbeResult`."""
+def probe_line(plan: Tree, result: Tree, done: int = 0) -> str:
+    """Memory peak and time of a step in one line, from `Plan.to_json()` and the fields of a `ProbeResult`.
+
+    `done` steps of the run are in the checkpoint that it is resumed from.
+    """
     if not result["phases"]:
         return f"probe: {'out of memory' if result['ran_out'] else 'succeeded; memory could not be measured'}"
     memory, measured = plan["memory"] or {}, max(result["phases"].values())
     expected = max(result["expected"].values(), default=None)
     line = memory_line(expected or memory.get("peak_bytes"), measured, memory.get("origin"))
     line = f"probe at the largest batch: {line}"
-    step, steps = result["step_seconds"], plan["plan"]["total_steps"]
+    step, left = result["step_seconds"], plan["plan"]["total_steps"] - done
     if not step:
         return line
-    total = format_duration(step * steps)
-    return f"{line}; about {format_duration(step)} per step, {total} for all of {counted(steps, 'step')}"
+    which = f"the {counted(left, 'step')} that are left" if done else f"all of {counted(left, 'step')}"
+    return f"{line}; about {format_duration(step)} per step, {format_duration(step * left)} for {which}"
 
 
 def probe_report(plan: Tree, result: Tree) -> RenderableType:

@@ -10,6 +10,7 @@ from sft_play.config.methods import METHODS
 from sft_play.reasons.choices import group_of, ranks_text
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blocks, machine_line, shown
+from sft_play.report.closing import training_time, weights_step
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Text
 from sft_play.report.plots import histogram
@@ -20,6 +21,7 @@ from sft_play.report.tables import (
     MISSING,
     NOT_RECORDED,
     NOT_YET,
+    answered,
     formatted,
     harness_table,
     mark,
@@ -29,7 +31,6 @@ from sft_play.report.tables import (
     step_line,
     step_seconds,
     unfinished_note,
-    weights_step,
 )
 from sft_play.rows.calls import history_text
 from sft_play.spelling import make
@@ -83,10 +84,17 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("started", run.environment.get("started")),
         ("machine", machine),
         ("commit", run.environment.get("commit")),
-        ("command", run.environment.get("command")),
+        ("command", _command(run)),
         ("next", make(target, RUN=name) if target else None),
     ]
     return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]
+
+
+def _command(run: RunRecord) -> str:
+    """What started the run; the page, which may be sent on, only says where the folders of its paths are."""
+    typed = str(run.environment.get("command") or MISSING)
+    shown = without_folders(typed, ".../")
+    return shown if shown == typed else f"{shown} (its folders are in environment.json)"
 
 
 def _section(run: RunRecord, name: str, title: str, build: Build) -> Section:
@@ -200,7 +208,7 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
         _number("tokens/s", tokens_per_second(run), "{:,.0f}".format),
         _number(f"step, {said_of(origin)}", predicted, format_duration),
         _number("step, measured", measured, format_duration),
-        _number("training time", summary.get("training_seconds"), format_duration),
+        _number("training time", summary.get("training_seconds"), lambda _: training_time(summary)),
         _number("supervised tokens", summary.get("supervised_tokens"), format_count),
         KeyNumber("weights of", weights_step(summary) or MISSING),
     ]
@@ -240,7 +248,7 @@ def _speed(run: RunRecord) -> Iterator[Block]:
         ("padding", formatted(summary.get("padding_share"), "{:.1%} of all tokens".format)),
         ("model FLOPs utilization", formatted(summary.get("mfu"), percent)),
         ("time spent waiting for data", formatted(summary.get("data_wait"), percent)),
-        ("training time, without evaluation", formatted(summary.get("training_seconds"), format_duration)),
+        ("training time, without evaluation", training_time(summary)),
     ]
     known = [row for row in rows if row[1] != MISSING]
     yield Table(("", "value"), known, "Time", left=(0, 1))
@@ -293,9 +301,9 @@ def _scores(run: RunRecord) -> Iterator[Block]:
     columns = {name: scores for name, scores in columns.items() if scores}
     if (table := metric_table(columns, caption="Held-out rows")).rows:
         yield table
-        answered = {name: scores for name, scores in columns.items() if scores.get("answered_rows")}
-        if answered:
-            yield Text([_over(name, scores) for name, scores in answered.items()])
+        over = [_over(name, scores) for name, scores in columns.items() if scores.get("answered_rows")]
+        if over:
+            yield Text(over)
     if tasks := dict.fromkeys(task for found in run.harness.values() for task in found):
         yield harness_table(run.harness, tasks)
 
@@ -314,7 +322,7 @@ def _evaluated(run: RunRecord) -> dict[str, Tree]:
 
 def _over(name: str, scores: Tree) -> str:
     """Which rows the scores of a column are from."""
-    text = f"{name}: answers to {scores['answered_rows']:,} rows of {scores['split']}"
+    text = f"{name}: {answered(scores)}"
     return f"{text}; {unfinished_note(scores)}" if scores.get("unfinished_answers") else text
 
 

@@ -3,13 +3,14 @@
 import shlex
 from collections.abc import Iterator
 
+from sft_play.report.closing import memory_facts
 from sft_play.report.html import Block, Figure, Figures, Legend, Text
 from sft_play.report.memory import phase_table
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.scaling import planned_rows, process_unit, scaling_notes, scaling_problems, scaling_table
 from sft_play.report.table import Table
-from sft_play.report.tables import memory_facts, said_of
+from sft_play.report.tables import said_of
 from sft_play.spelling import make
 from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural

@@ -1,23 +1,20 @@
 """Tables for evaluation and for the end of a run: plain numbers in, rich renderables out."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.rule import Rule
 from rich.table import Table as ScreenTable
 from rich.text import Text
 
 from sft_play.choices import metrics as choices
 from sft_play.plan import EARLIER, PROBED
-from sft_play.reasons.choices import group_of, ranks_text
-from sft_play.report.layout import apart, ending
+from sft_play.report.layout import apart
 from sft_play.report.table import Table, on_screen
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration, format_range
 
-NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
 SPEED_UP = "speed\u2011up"  # head of a column: a plain hyphen would be broken after
 NOT_RECORDED = "Nothing was recorded."
@@ -27,9 +24,8 @@ SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
 Format = Callable[[Any], str]
-Models = Mapping[
-    str, Mapping[str, Any]
-]  # model -> its scores, or task with its settings -> what lm-eval found
+# Model -> its scores, or task with its settings -> what lm-eval found.
+Models = Mapping[str, Mapping[str, Any]]
 
 
 def _percent(value: float) -> str:
@@ -106,10 +102,12 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
 def evaluation_notes(result: Mapping[str, Any]) -> list[Text]:
     """What to know about the scores of `make eval` before comparing them."""
     notes = []
-    matchable = result.get("exact_match_rows", result["answered_rows"])
-    if matchable != result["answered_rows"]:
+    answered_rows = result["answered_rows"]
+    if (matchable := result.get("exact_match_rows", answered_rows)) != answered_rows:
         rows = counted(matchable, "row")
         notes.append(Text(f"exact match: over {rows} whose reference matches eval.answer_pattern"))
+    if calls := result.get("tool_calls_rows"):
+        notes.append(Text(f"tool calls right: over the {counted(calls, 'answer')} that should call tools"))
     dtypes = {name: scores.get("dtype") for name, scores in result["models"].items()}
     if len(set(dtypes.values())) > 1:
         text = "; ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
@@ -120,6 +118,13 @@ def evaluation_notes(result: Mapping[str, Any]) -> list[Text]:
     if result.get("left_out"):
         notes.append(Text(f"merged: omitted, because {result['left_out']}"))
     return notes
+
+
+def answered(scores: Mapping[str, Any]) -> str:
+    """What answers were generated to: "answers to 12 rows of val, 6 of which should call tools"."""
+    text = f"answers to {counted(scores['answered_rows'], 'row')} of {scores['split']}"
+    calls = scores.get("tool_calls_rows")
+    return f"{text}, {calls:,} of which should call tools" if calls else text
 
 
 def unfinished_note(result: Mapping[str, Any]) -> Text:
@@ -158,78 +163,6 @@ def samples_table(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
         answers.add_row(*map(Text, texts.values()))
         blocks.append(Group(NamedValues(asked), answers))
     return apart(*blocks)
-
-
-def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was trained, how fast, in how much memory and to which loss, by name."""
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
-    unit = "tokens" if summary.get("packing") else "sequences"
-    processes = formatted(summary.get("world_size"), lambda count: ranks_text(count, group_of(summary)))
-    steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
-    tokens = formatted(summary.get("supervised_tokens"), format_count)
-    memory = memory_facts(summary, "memory", "reserved", "process")
-    weights = weights_step(summary)
-    return [
-        ("plan", f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"),
-        ("trained on", f"{steps}, {tokens} supervised tokens"),
-        ("speed", _speed(summary)),
-        ("step", step_line(*step_seconds(summary))),
-        *(memory or [("memory", memory_line(None, None))]),
-        *(("out of memory", text) for text in summary.get("out_of_memory") or []),
-        ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
-        *([("weights of", weights)] if weights else []),
-        *saved_type(summary),
-    ]
-
-
-def weights_step(summary: Mapping[str, Any]) -> str | None:
-    """The step whose weights a run has published: "step 80, the best of 144"; None if it has none."""
-    step, steps = summary.get("weights_step"), summary.get("optimizer_steps")
-    if not step or not steps:
-        return None
-    why = f"the best of {steps:,}" if summary.get("best_checkpoint") else "the last"
-    return f"step {step:,}, {why}"
-
-
-def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """In which type the weights of a whole model were saved, and why."""
-    saved = summary.get("saved")
-    if not saved:
-        return []
-    asked = "the type of the base" if saved["of_base"] else "as set by output.dtype"
-    if saved["dtype"] != saved["asked"]:
-        asked = f"since one overflows {saved['asked']}, {asked}"
-    return [("weights", f"saved in {saved['dtype']}, {asked}")]
-
-
-def told_to_servers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Where a server of an adapter must be told to stop, which no file that it reads says."""
-    tokens = summary.get("stop_tokens")
-    if not tokens:
-        return []
-    listed = " and ".join(f"{text} (token {token_id})" for text, token_id in tokens.items())
-    return [("to serve it", f"tell the server to stop at {listed}: the base does not; a merged model does")]
-
-
-def memory_facts(summary: Mapping[str, Any], *labels: str) -> list[tuple[str, str]]:
-    """Peak, reserved bytes and bytes of the process, under these labels, and RAM, as far as known."""
-    facts, origin = [], summary.get("predicted_memory_origin")
-    names = ("peak", "reserved", "process", "ram")
-    for label, name in zip((*labels, "RAM of the machine"), names, strict=True):
-        predicted, measured = (summary.get(f"{kind}_{name}_bytes") for kind in ("predicted", "measured"))
-        if predicted or measured:
-            facts.append((label, memory_line(predicted, measured, origin)))
-    return facts
-
-
-def _speed(summary: Mapping[str, Any]) -> str:
-    text = formatted(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)
-    padding, mfu, wait = (summary.get(key) for key in ("padding_share", "mfu", "data_wait"))
-    text += f", padding not counted ({padding:.0%} of all tokens)" if padding else ", no padding"
-    if mfu is not None:
-        text += f", MFU {mfu:.0%}"
-    return f"{text}, {wait:.0%} of the time waiting for data" if wait and wait >= NOTABLE_WAIT else text
 
 
 def said_of(origin: str | None) -> str:
@@ -320,36 +253,6 @@ def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
     if scores.get("loss") is None:
         return dict(scores)
     return {**scores, "perplexity": perplexity(scores["loss"])}
-
-
-def closing_screen(
-    summary: Mapping[str, Any],
-    comparison: Mapping[str, Any] | None,
-    places: Mapping[str, Any],
-    next_commands: Sequence[str],
-) -> RenderableType:
-    """The report at the end of a training run, from summary.json with the losses before and after.
-
-    `comparison` is {"before": {...}, "after": {...}, "samples": [...]} of answers, if there are any; `places`
-    are the paths of the outputs by name.
-    """
-    losses, answers = summary.get("eval") or {}, comparison or {}
-    before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
-    after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [NamedValues([*run_values(summary), *told_to_servers(summary)])]
-    if before or after:
-        name = "held-out rows"
-        if "answered_rows" in after:
-            name += f" (answers to {counted(after['answered_rows'], 'row')} of {after['split']})"
-        table = on_screen(metric_table({"before": before, "after": after}, name))
-        table.columns[2].style = "bold"
-        blocks.append(Group(table, unfinished_note(after)) if after.get("unfinished_answers") else table)
-    if answers.get("samples"):
-        blocks.append(samples_table(answers["samples"]))
-    seconds = summary.get("training_seconds")
-    title = Text(str(summary.get("status", MISSING)), style="bold")
-    title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
-    return Group(Rule(title, align="left"), apart(*blocks, ending(places, next_commands)))
 
 
 COMPARED = {"merged": "merged model", "base": "base model", "adapter_on_4bit": "adapter on 4-bit base (info)"}

@@ -45,7 +45,7 @@ class Reporter(TrainerCallback):
         self.start_seconds: dict[str, float] | None = None  # by part, once a step has begun
         self._free_since = 0.0
         self._step_began = self._window_seconds = 0.0
-        self._window_start = self._began_at = 0
+        self._window_start = self.began_at = 0  # the step from which this part goes on
         self._warmed_up = False
         self._timed_tokens = self.timed_steps = 0
         self._progress = Progress(
@@ -94,7 +94,7 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts the progress bar at the current step."""
-        self._window_start = self._began_at = state.global_step
+        self._window_start = self.began_at = state.global_step
         self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
         if self.main and console().is_terminal:
             self._progress.start()
@@ -229,7 +229,7 @@ class Reporter(TrainerCallback):
         """Removes the bar and prints the training time."""
         self.end_bar()
         self._print(
-            f"  trained {counted(state.global_step - self._began_at, 'step')} in "
+            f"  trained {counted(state.global_step - self.began_at, 'step')} in "
             f"{format_duration(self.training_seconds)}"
         )
 

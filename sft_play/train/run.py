@@ -215,6 +215,7 @@ def summarise(
         "padding_free": plan.rows.joined,
         "gradient_accumulation_steps": plan.batch.accumulation,
         "optimizer_steps": state.global_step,
+        "resumed_step": reporter.began_at,  # 0 of a run that was not interrupted; the seconds are since then
         "skipped_steps": session.trainer.skipped.total,
         "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),

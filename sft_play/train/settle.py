@@ -17,6 +17,7 @@ from sft_play.report.memory import probe_line
 from sft_play.report.tables import step_line
 from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.start import part
+from sft_play.train.checkpoints import step_of
 from sft_play.train.kernel_turns import timed_kernels
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
@@ -114,7 +115,9 @@ def _keep_results(job: Job, *probed: tuple[Plan, ProbeResult]) -> None:
 def _probe_and_print(session: Session) -> ProbeResult:
     with part("probe"):
         result = probe(session)
-    line = probe_line(session.job.plan.to_json(), asdict(result))
+    job = session.job
+    done = step_of(job.checkpoint) if job.checkpoint else None
+    line = probe_line(job.plan.to_json(), asdict(result), done or 0)
     console().print(Padding(line, (0, 0, 0, 2)))
     return result
 

@@ -7,6 +7,7 @@ import pytest
 
 import sft_play.api as sft
 from scripts.docs.python_reference import python_reference
+from sft_play.commands.judges import require_given
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.given import by_name, write_given
@@ -133,6 +134,20 @@ def test_functions_are_settings_by_the_names_by_which_they_are_found_again():
     for unnamed in (lambda answer, reference, row: True, judge.__get__(1), object.__eq__):
         with pytest.raises(ConfigError, match="is not found by that name, .* defines"):
             by_name({"metrics": [unnamed]})
+
+
+def test_a_function_that_was_given_needs_no_naming_again_in_the_same_process(tmp_path):
+    def resolved(function):
+        path = tmp_path / "config.resolved.yaml"
+        path.write_text(
+            f"model: {{name: m}}\ndata: {{train_path: r}}\neval: {{metrics: ['{__name__}:{function}']}}\n"
+        )
+        return load_config(path)
+
+    by_name({"metrics": [judge]})
+    require_given(resolved("judge"))
+    with pytest.raises(ConfigError, match="only if you name it too"):
+        require_given(resolved("other"))
 
 
 def test_what_is_called_in_this_process_is_refused_for_others(tmp_path, monkeypatch):

@@ -133,12 +133,14 @@ def test_a_setting_that_is_yes_or_no_understands_both_and_refuses_the_rest(ready
 @pytest.mark.parametrize("flag", [[], ["-e"]])
 def test_what_publishes_deletes_or_overwrites_is_never_taken_from_the_environment(ready, flag):
     others = {"VENV": ready, "dry": True}
-    everything = {"PUBLIC": "1", "CONFIRM": "1", "FORCE": "1", "REPO": "a/b", "OUT": "o.jsonl"}
+    everything = {"PUBLIC": "1", "CONFIRM": "1", "FORCE": "1", "REPO": "a/b", "OUT": "o.jsonl", "REMOVE": "a"}
     push = make(*flag, "push", REPO="user/name", environment=everything, **others)
     assert push.returncode == 0 and "--public" not in push.stdout
     assert "REPO=user/name is required" in make(*flag, "push", environment=everything, **others).stderr
     assert "add CONFIRM=1" in make(*flag, "clean-all", environment=everything, **others).stderr
     assert "--output" not in make(*flag, "merge", environment=everything, **others).stdout
+    assert "remove" not in make(*flag, "runs", environment=everything, **others).stdout
+    assert "--yes" not in make(*flag, "runs", REMOVE="a", environment=everything, **others).stdout
 
 
 @pytest.mark.parametrize("setting", ["RUNS", "VENV"])
@@ -146,6 +148,15 @@ def test_clean_all_removes_no_folder_that_the_environment_names(setting):
     refused = make("clean-all", CONFIRM="1", environment={setting: "/data"})
     assert refused.returncode and f"no {setting} from the environment" in refused.stderr
     assert "'/data'" in recipe("clean-all", CONFIRM="1", **{setting: "/data"})
+
+
+def test_runs_are_removed_by_name_after_asking_unless_that_is_confirmed(ready):
+    typed = {"VENV": ready, "RUNS": "kept", "REMOVE": "one --yes"}
+    python = f"'{ready}/bin/python' -m sft_play runs --runs 'kept'"
+    assert recipe("runs", **typed).strip() == f"{python} -- remove 'one' '--yes'"  # names, not flags
+    assert recipe("runs", CONFIRM="1", **typed).strip() == f"{python} --yes -- remove 'one' '--yes'"
+    refused = make("runs", REMOVE="one", environment={"RUNS": "/data"})
+    assert refused.returncode and "no RUNS from the environment" in refused.stderr
 
 
 @pytest.fixture

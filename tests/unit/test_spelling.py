@@ -72,7 +72,7 @@ def test_every_target_for_users_has_a_command():
 
 
 def test_every_setting_that_a_command_of_sft_play_takes_is_known():
-    of_make = {"CONFIRM", "ZERO", "PYTHON", "VENV", "EXTRAS", "V", "AGAINST", "MINUTES"}
+    of_make = {"CONFIRM", "REMOVE", "ZERO", "PYTHON", "VENV", "EXTRAS", "V", "AGAINST", "MINUTES"}
     typed = re.search(r"^TYPED = (.*?)\n\$", MAKEFILE, re.MULTILINE | re.DOTALL)[1].replace("\\", "").split()
     others = {"SBATCH"}  # no message names it
     assert set(typed) - of_make - others <= VARIABLES

@@ -51,10 +51,12 @@ class RowSizes:
     shares: tuple[Share, ...]
     spans: np.ndarray | None = None  # as `supervised_spans` has them
     eval_spans: np.ndarray | None = None
+    left_out: str = ""  # how many rows were left out as not valid, and which file lists them
 
     @classmethod
     def of(cls, data: "PreparedData") -> "RowSizes":
         """The sizes of prepared rows."""
+        from sft_play.data.bad_rows import dropped_lines
         from sft_play.data.store import column_of, supervised_spans
 
         rows, val = data.train, data.val
@@ -68,6 +70,7 @@ class RowSizes:
             data.shares,
             spans,
             eval_spans,
+            "; ".join(dropped_lines(data.cache_path, data.stats)),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -73,6 +73,21 @@ def test_the_tokenizer_survives_saving_with_its_special_tokens_and_chat_template
     assert len(tokenizer(whole)["input_ids"]) == 9
 
 
+def test_the_chat_template_has_reasoning_tools_and_calls(demo):
+    tokenizer = AutoTokenizer.from_pretrained(demo[0])
+    call = {"type": "function", "function": {"name": "stock", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    whole = tokenizer.apply_chat_template(messages, tools=[{"name": "stock"}], tokenize=False)
+    called = '<tool_call>{"name": "stock", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert whole == (
+        f'<|system|>{{"name": "stock"}}<|end|><|user|>u<|end|><|assistant|><think>r</think>{called}<|end|><|tool|>3<|end|>'
+    )
+
+
 def test_the_tiny_model_is_of_two_to_five_million_parameters(tmp_path):
     texts = [
         f"row {i} costs {i * 7919 % 10007} coins, which {chr(97 + i % 26) * 5} pays" for i in range(6000)

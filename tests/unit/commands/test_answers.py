@@ -148,3 +148,19 @@ def test_an_empty_reference_and_an_empty_answer_are_the_same():
 def test_a_pattern_is_not_for_calls_of_tools():
     compared = Compared('f({"a": 1})', 'f({"a": 1})', calls=True)
     assert score_answer(compared, EvalConfig(answer_pattern=GSM8K))["exact_match"] is True
+
+
+def test_calls_of_tools_have_a_score_of_their_own_and_answers_in_words_have_none():
+    call, settings = 'f({"a": 1})', EvalConfig()
+    compared = [
+        Compared(call, call, calls=True),
+        Compared("I cannot.", call, calls=True),
+        Compared("One.", "One."),
+    ]
+    scores = [score_answer(each, settings) for each in compared]
+    assert [each.get("tool_calls") for each in scores] == [True, False, None] and "tool_calls" not in scores[
+        2
+    ]
+    summary = summarise_answers(compared, scores)
+    assert (summary["tool_calls"], summary["tool_calls_rows"], summary["answered_rows"]) == (0.5, 2, 3)
+    assert "tool_calls" not in summarise_answers(compared[2:], scores[2:])

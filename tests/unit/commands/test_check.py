@@ -277,6 +277,15 @@ def test_offline_nothing_is_to_be_had_and_a_hub_data_set_is_told_from_a_file(con
     assert exit_code(check.check(config(data__train_path="data/rows.jsonl"), machine=CPU_ONLY)) == 3
 
 
+def test_rows_that_are_left_out_are_counted(config, tiny_model, tmp_path):
+    path = config(model__name=str(tiny_model), data__bad_rows="drop")
+    rows = (tmp_path / "rows.jsonl").read_text() * 30
+    (tmp_path / "rows.jsonl").write_text(f"{rows}garbage\n")
+    findings = check.check(path, machine=CPU_ONLY)
+    assert not errors(findings)
+    assert "data: data.bad_rows=drop: 1 row left out as not valid: see " in errors(findings, WARNING)
+
+
 def test_a_gpu_in_use_and_gpus_that_differ_are_warned_of():
     machine = what_if("L4", 2)
     busy = dataclasses.replace(

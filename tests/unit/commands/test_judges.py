@@ -104,6 +104,9 @@ def test_functions_that_the_folder_of_a_run_names_are_refused_unless_they_are_gi
             require_given(load_config(path))
         require_given(load_config(path, ["eval.metrics=[exact_match,judge:polite]"]))
         require_given(load_config(path, ["eval.metrics=[exact_match]"]))
+    stored.write_text(CONFIG.replace("judge:polite", "__main__:polite"))
+    with pytest.raises(ConfigError, match=r"add metrics=\[..., polite\] to sft.evaluate in the script"):
+        require_given(load_config(stored))
     stored.write_text(CONFIG.replace("judge:polite", "sft_play.builtin.replies:house_style"))
     require_given(load_config(stored))  # of a config that comes with the package
     stored.write_text(CONFIG.replace("judge:polite", "sft_play.files:own_folder"))

@@ -22,17 +22,20 @@ def test_runs_are_listed_with_model_method_status_steps_score_and_note(tmp_path,
     assert found["two"]["note"] == "a higher rate" and found["two"]["best_score"] is None
 
 
-def test_runs_are_removed_with_yes_alone_and_nothing_else_is(tmp_path, capsys):
+def test_runs_are_removed_with_yes_alone_and_nothing_else_is(tmp_path, capsys, monkeypatch):
     for name in ("one", "two", "three"):
         finished(tmp_path / name)
     (tmp_path / "one" / "link").symlink_to(tmp_path / "two")
     command = ["runs", "remove", "one", "two", "--runs", str(tmp_path)]
-    assert main(command) == 2 and "add --yes" in capsys.readouterr().err
+    assert main(command) == 2 and "add CONFIRM=1" in capsys.readouterr().err
+    with monkeypatch.context() as alone:
+        alone.delenv("SFT_PLAY_MAKE")
+        assert main(command) == 2 and "add --yes" in capsys.readouterr().err
     assert (tmp_path / "one").is_dir()
     (tmp_path / "two" / "plan.json").unlink()
     assert main([*command, "--yes"]) == 2 and "lacks one of them" in capsys.readouterr().err
     assert (tmp_path / "one").is_dir()  # all or none
-    assert main(["runs", "remove", "one", "--yes", "--runs", str(tmp_path)]) == 0
+    assert main(["runs", "--runs", str(tmp_path), "--yes", "--", "remove", "one"]) == 0  # as make runs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
     assert "removed" in capsys.readouterr().out and read_json(RunDir(tmp_path / "two").summary)
 

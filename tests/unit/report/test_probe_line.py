@@ -20,3 +20,12 @@ from tests.unit.train.plans import PLAN
 def test_a_probe_without_figures_says_why(engine, device, ran_out, said):
     plan = plan_with(PLAN, engine=engine, device=device)
     assert probe_line(plan.to_json(), asdict(ProbeResult(ran_out=ran_out))) == f"probe: {said}"
+
+
+def test_a_resumed_run_has_the_steps_left_that_it_has_not_done():
+    tree, result = PLAN.to_json(), asdict(ProbeResult(phases={"forward": 2**20}, step_seconds=2.0))
+    tree["plan"]["total_steps"] = 40
+    assert probe_line(tree, result).endswith("about 2.0 s per step, 1 min 20 s for all of 40 steps")
+    assert probe_line(tree, result, 30).endswith(
+        "about 2.0 s per step, 20.0 s for the 10 steps that are left"
+    )

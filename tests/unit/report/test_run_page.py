@@ -42,7 +42,8 @@ def test_a_finished_run_fills_every_section(page):
     assert "Done." in page and "LoRA of base on rows.jsonl" in page
     header = " ".join(re.sub(r"<[^>]+>", " ", page[: page.index("<nav")]).split())
     assert "started 2026-11-20 10:30 machine 1 x NVIDIA H100 commit 0123456789ab" in header
-    assert "command make train CONFIG=run.yaml next make infer RUN=one" in header
+    command = "make train CONFIG=.../run.yaml (its folders are in environment.json)"
+    assert f"command {command} next make infer RUN=one" in header
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,13 @@ def test_a_note_is_shown_as_it_was_written(tmp_path):
 
 def test_folders_of_the_machine_are_left_out(page):
     assert "/home" not in page
+
+
+def test_a_command_is_shown_as_typed_or_says_where_its_folders_are(tmp_path):
+    run = finished(tmp_path / "one")
+    assert "CONFIG=.../run.yaml (its folders are in environment.json)</dd>" in page_of(run)
+    run.write_json(run.environment, {"command": "make train CONFIG=my.yaml"})
+    assert "<dd>make train CONFIG=my.yaml</dd>" in page_of(run)
 
 
 def test_access_tokens_are_masked_also_those_that_escaping_would_change(tmp_path, monkeypatch):

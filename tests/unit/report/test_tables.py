@@ -2,11 +2,9 @@ import io
 import subprocess
 import sys
 
-import pytest
 from rich.console import Console
 
 from sft_play.report.tables import (
-    closing_screen,
     evaluation_table,
     logits_table,
     memory_line,
@@ -43,25 +41,6 @@ RESULT = {
         "merged": {**SCORES, "loss": 0.51},
     },
     "left_out": None,
-}
-SUMMARY = {
-    "status": "done",
-    "world_size": 2,
-    "micro_batch_size": 4,
-    "gradient_accumulation_steps": 3,
-    "effective_batch_size": 24,
-    "optimizer_steps": 1200,
-    "supervised_tokens": 5_000_000,
-    "tokens_per_second": 4321.4,
-    "predicted_peak_bytes": 100 * GIB,
-    "measured_peak_bytes": 101 * GIB,
-    "train_loss": 0.25,
-    "training_seconds": 100,
-    "eval": {"before": {"loss": 2.0, "perplexity": 7.389}, "after": {"loss": 0.1, "perplexity": 1.105}},
-}
-ANSWERED = {
-    "before": {"exact_match": 0.02, "rouge_l": 0.1, "chrf": 8.0, "answered_rows": 50, "split": "test"},
-    "after": {"exact_match": 0.96, "rouge_l": 0.99, "chrf": 98.0, "answered_rows": 50, "split": "test"},
 }
 SAMPLES = [{"prompt": "1 + 1?", "reference": "2", "before": "", "after": "[bold]2[/bold]"}]
 
@@ -129,37 +108,6 @@ def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
 
 
-@pytest.mark.parametrize(
-    ("measured", "ending"),
-    [
-        ({}, "4,321 tokens/s, no padding"),
-        ({"mfu": 0.412, "data_wait": 0.004}, "no padding, MFU 41%"),
-        ({"padding_share": 0.2, "data_wait": 0.03}, "(20% of all tokens), 3% of the time waiting for data"),
-    ],
-)
-def test_the_speed_comes_with_what_held_it_back(measured, ending):
-    lines = [
-        " ".join(line.split())
-        for line in shown(closing_screen(SUMMARY | measured, None, {}, [])).splitlines()
-    ]
-    assert any(line.startswith("speed") and line.endswith(ending) for line in lines), lines
-
-
-def test_a_gpu_has_reserved_bytes_and_the_process_beside_what_was_predicted():
-    sizes = {"reserved": (110, 112), "process": (111, None)}
-    summary = SUMMARY | {
-        f"{kind}_{name}_bytes": size and size * GIB
-        for name, pair in sizes.items()
-        for kind, size in zip(("predicted", "measured"), pair, strict=True)
-    }
-    lines = [" ".join(line.split()) for line in shown(closing_screen(summary, None, {}, [])).splitlines()]
-    assert any(line.startswith("reserved predicted 110.00 GiB, measured 112.00 GiB") for line in lines)
-    assert "process predicted 111.00 GiB, measured n/a" in lines
-    assert not any(
-        line.startswith("reserved") for line in shown(closing_screen(SUMMARY, None, {}, [])).splitlines()
-    )
-
-
 def test_long_texts_are_cut_with_a_note_of_what_is_missing():
     assert shorten("  short \n") == "short"
     assert shorten("x" * 1450, limit=400) == "x" * 400 + " ... (1,050 more characters)"
@@ -187,77 +135,6 @@ def test_functions_of_ones_own_have_rows_beside_the_metrics():
         "adapter": SCORES | {"own_metrics": "damaged"},
     }
     assert "polite 0.25 n/a" in evaluation_lines(models=models)
-
-
-def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command():
-    comparison = {**ANSWERED, "samples": SAMPLES}
-    text = shown(
-        closing_screen(SUMMARY, comparison, {"adapter": "runs/demo/adapter"}, ["make infer", "make merge"])
-    )
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(line.startswith("done: trained for 1 min 40 s") for line in lines)
-    assert "plan micro-batch 4 x accumulation 3 x 2 processes = 24 sequences" in lines
-    assert "trained on 1,200 steps, 5M supervised tokens" in lines
-    assert "speed 4,321 tokens/s, no padding" in lines
-    assert "held-out rows (answers to 50 rows of test) before after" in lines
-    assert "loss 2.0000 0.1000" in lines
-    assert "exact match 2.0% 96.0%" in lines
-    assert "adapter runs/demo/adapter" in lines
-    assert "next make infer" in lines
-    assert "make merge" in lines
-
-
-@pytest.mark.parametrize(
-    ("step", "checkpoint", "line"),
-    [
-        (800, "runs/demo/checkpoints/checkpoint-800", "weights of step 800, the best of 1,200"),
-        (1200, None, "weights of step 1,200, the last"),
-        (None, None, None),  # a run of an earlier version
-    ],
-)
-def test_closing_screen_says_of_which_step_the_weights_are(step, checkpoint, line):
-    summary = SUMMARY | {"weights_step": step, "best_checkpoint": checkpoint}
-    lines = [" ".join(found.split()) for found in shown(closing_screen(summary, None, {}, [])).splitlines()]
-    assert [found for found in lines if found.startswith("weights of")] == ([line] if line else [])
-
-
-@pytest.mark.parametrize(
-    ("saved", "line"),
-    [
-        (("bfloat16", "bfloat16", True), "weights saved in bfloat16, the type of the base"),
-        (("float32", "float32", False), "weights saved in float32, as set by output.dtype"),
-        (
-            ("float32", "float16", True),
-            "weights saved in float32, since one overflows float16, the type of the base",
-        ),
-    ],
-)
-def test_closing_screen_says_in_which_type_a_whole_model_was_saved(saved, line):
-    summary = SUMMARY | {"saved": dict(zip(("dtype", "asked", "of_base"), saved, strict=True))}
-    lines = [" ".join(found.split()) for found in shown(closing_screen(summary, None, {}, [])).splitlines()]
-    assert line in lines
-    assert "weights saved" not in shown(closing_screen(SUMMARY | {"saved": None}, None, {}, []))
-
-
-def test_closing_screen_says_what_a_server_of_an_adapter_must_be_told():
-    summary = SUMMARY | {"stop_tokens": {"<|im_end|>": 7}}
-    text = " ".join(shown(closing_screen(summary, None, {}, [])).split())
-    assert "to serve it tell the server to stop at <|im_end|> (token 7): the base does not" in text
-    assert "to serve it" not in shown(closing_screen(SUMMARY | {"stop_tokens": {}}, None, {}, []))
-
-
-def test_closing_screen_without_generated_answers_still_shows_the_loss():
-    text = shown(closing_screen(SUMMARY, None, {}, []))
-    assert "perplexity" in text
-    assert "exact match" not in text
-
-
-def test_closing_screen_of_a_run_without_validation_rows_says_what_it_has():
-    text = shown(
-        closing_screen({"status": "done", "eval": {"before": None, "after": None}}, None, {}, ["make infer"])
-    )
-    assert "held-out" not in text
-    assert "n/a" in text
 
 
 LOGITS = {
