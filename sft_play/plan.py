@@ -3,6 +3,7 @@
 Plain frozen data; nothing here decides anything.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -87,9 +88,10 @@ class Memory:
         """Whether it is predicted to be within the budget, and no earlier run has shown otherwise."""
         return self.within_budget and not self.ran_out
 
-    def fits_without(self, terms: Iterable[str]) -> bool:
-        """Whether the process would be within its budget if these terms of the peak took nothing."""
-        return self.process_bytes - sum(self.terms.get(term, 0) for term in terms) < self.budget_bytes
+    def fits_without(self, terms: Iterable[str], parts: float = math.inf) -> bool:
+        """Whether the process would be within its budget with a fraction of these terms, or without them."""
+        saved = sum(self.terms.get(term, 0) for term in terms) * (1 - 1 / parts)
+        return self.process_bytes - saved < self.budget_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The fields, `process_bytes` (null on a CPU) and what the host needs."""

@@ -49,6 +49,10 @@ class Optimizer:
         """What transformers calls it."""
         return self.of_trainer or self.name
 
+    def least_bytes(self, element_bytes: int) -> int:
+        """At least so many bytes of states on the device for a trained element of so many bytes."""
+        return 0 if self.unpaged else self.moments * min(element_bytes, self.bits // 8)
+
 
 def _adamw_state(row: Optimizer, tensor: "Tensor", on_gpu: bool, embedding: bool) -> "State":
     """Two moments of the same shape, and a scalar for the step."""
@@ -143,6 +147,7 @@ OPTIMIZERS = {
             settings={"scale_parameter": False, "relative_step": False},
             state=_adafactor_state,
             says="adafactor: stores a row and a column per matrix instead of two full states.",
+            moments=0,
         ),
         _Lion(
             name="lion_32bit",

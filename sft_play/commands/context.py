@@ -8,15 +8,16 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import detect, what_if
+from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
-from sft_play.report.context import context_report, problem_of
+from sft_play.report.context import context_report, problem_of, row_line
 from sft_play.report.layout import apart, stopped
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import quoted, var
+from sft_play.ui.console import console
 from sft_play.ui.progress import progress_bar
 
 COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
@@ -43,7 +44,7 @@ def asked_tokens(typed: str) -> int | None:
 def context_answer(
     asked: Asked, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
 ) -> tuple[dict[str, Any], RenderableType]:
-    """The longest rows as JSON and as a report.
+    """The longest rows as JSON and as a report; on a terminal, each is said when it is found.
 
     Raises:
         ConfigError: CONTEXT is no length, or more than the model has positions; or nothing says which GPU.
@@ -80,6 +81,7 @@ def context_answer(
                 rows += found
                 searches += 1
                 advance(1)
+                _show(found, asked, machine)
     except KeyboardInterrupt:
         complete = False
     tree = {
@@ -97,3 +99,9 @@ def context_answer(
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return tree, context_report(tree)
+
+
+def _show(found: list[dict[str, Any]], asked: Asked, machine: Machine) -> None:
+    """Says on a terminal what was found."""
+    for row in found if console().is_terminal and not asked.json else ():
+        console().print(row_line(row, gpu=bool(machine.gpus)))

@@ -1,6 +1,8 @@
 """The plans that a request allows, before they are sized, and who predicts their memory."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from sft_play.choices.kernels import COMPILED, FLOAT8, LAYERS, Option
 from sft_play.config.methods import METHODS
@@ -16,7 +18,8 @@ from sft_play.planning.candidates.compiled import (
 )
 from sft_play.planning.candidates.drafts import choose_precision, draft_plans, leanest
 from sft_play.planning.candidates.sequence import require_divisible, why_padded
-from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles
+from sft_play.planning.candidates.tiles import may_tile, untiled, with_tiles, worth_sizing
+from sft_play.planning.candidates.weights_alone import held_bytes
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import profile_of
@@ -136,14 +139,36 @@ def candidates(request: Request) -> list[Plan]:
     return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
 
 
-def leanest_memories(request: Request) -> list[Memory]:
-    """The memory of the plans that take least.
+def leanest_memories(request: Request) -> Iterator[Memory]:
+    """The memory of the plans that take least, one by one, since each may take a trace.
+
+    Those are left out that would not fit whatever their tokens took.
 
     Raises:
         ConfigError: as of `allowed_plans`, or it is unknown how much memory is free.
     """
-    estimate = estimator_of(request)
-    return [estimate(request.config, draft, complete=True) for draft in leanest(candidates(request))]
+    estimate, sized = estimator_of(request), list[Plan]()
+    # replicas, each of which fewer processes divide, and what is copied to RAM last
+    lean = sorted(leanest_that_may_fit(request), key=attrgetter("offloads_activations", "sharing.replicas"))
+    for draft in lean:
+        if worth_sizing([draft], sized):
+            memory = estimate(request.config, draft)
+            sized.append(replace(draft, memory=memory))
+            yield memory
+
+
+def leanest_that_may_fit(request: Request) -> list[Plan]:
+    """Those of them whose weights and states alone are not too large; errors as of `leanest_memories`."""
+    config, budget = request.config, request.budget
+    drafts = leanest(candidates(request))
+    if budget is None:
+        return drafts
+    return [
+        draft
+        for draft in drafts
+        if draft.sharing.offloads
+        or held_bytes(config, request.architecture, draft) <= budget.budget_bytes - budget.context_bytes
+    ]
 
 
 def estimator_of(request: Request) -> Estimator:

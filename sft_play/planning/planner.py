@@ -131,7 +131,7 @@ def _add_larger_groups(
     config, sizes = request.config, sizes_of_groups(request)
     if not sizes or (found and not _saves_memory(config, found[0])):
         return False
-    if not groups_may_help(request.with_offload("none") if found else request):
+    if not groups_may_help(request.with_offload("none") if found else request, sizes[-1]):
         return False
     for size in sizes:
         in_groups = request.in_groups_of(size)
@@ -159,9 +159,12 @@ def sizes_of_groups(request: Request) -> list[int]:
     return group_sizes(config, request.architecture, request.processes, request.on_machines)
 
 
-def groups_may_help(request: Request) -> bool:
-    """Whether whole rows would fit if nothing grew with their tokens; if not, groups need not be traced."""
-    return any(memory.fits_without(BY_TOKENS) for memory in leanest_memories(request))
+def groups_may_help(request: Request, size: int) -> bool:
+    """Whether whole rows would fit if all that grows with their tokens were divided among so many processes.
+
+    If not, groups need not be traced.
+    """
+    return any(memory.fits_without(BY_TOKENS, size) for memory in leanest_memories(request))
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

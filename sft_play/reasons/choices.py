@@ -201,11 +201,16 @@ class EngineChoice(Reason, kw_only=True):
 
 
 class WeightsAlone(Reason):
-    """Engines that were left out since what a process holds of the weights alone is more than its memory."""
+    """Engines that were left out since what a process always holds is more than its memory."""
 
     engines: str  # labels
     held_bytes: int  # by the one that holds least
-    text = "{engines} ruled out: the weights alone need at least {held_bytes} per process"
+    with_states: bool = False  # also gradients and states: the weights alone would be within it
+
+    def __str__(self) -> str:
+        held = "weights, gradients and optimizer states" if self.with_states else "the weights"
+        size = format_bytes(self.held_bytes)
+        return f"{self.engines} ruled out: {held} alone need at least {size} per process"
 
 
 class GatheredWeights(Reason):

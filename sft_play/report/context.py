@@ -81,18 +81,21 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _divided(row: Mapping[str, Any]) -> str:
-    return f" in groups of {group_of(row)}" if group_of(row) > 1 else ""
+def row_line(row: Mapping[str, Any], *, gpu: bool) -> str:
+    """How long rows may be, while others are still being looked for."""
+    longest = f"{row['longest']:,} tokens" if row["longest"] else "no row fits"
+    return f"{_where(row, 'GPU' if gpu else 'process')}: {longest}"
+
+
+def _where(row: Mapping[str, Any], unit: str) -> str:
+    divided = f" in groups of {group_of(row)}" if group_of(row) > 1 else ""
+    return f"{method_of(row)} on {counted(row['processes'], unit)}{divided}"
 
 
 def problem_of(tree: Mapping[str, Any]) -> str:
     """That rows of the asked length do not fit anywhere, and which ones do, in a sentence."""
     unit, asked = _unit(tree), tree["asked"]
-    known = [
-        f"{method_of(row)} on {counted(row['processes'], unit)}{_divided(row)} {row['longest']:,}"
-        for row in tree["rows"]
-        if row["longest"]
-    ]
+    known = [f"{_where(row, unit)} {row['longest']:,}" for row in tree["rows"] if row["longest"]]
     problems = [row["problem"] for row in tree["rows"] if "problem" in row]
     longest = f"the longest that fit have {', '.join(known)} tokens ({var(CONTEXT='max')})" if known else ""
     longest = longest or "; ".join(dict.fromkeys(problems)) or "nor do rows of any length"

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import dropwhile
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -13,7 +14,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.machine.links import links_of
 from sft_play.machine.prices import price_of
 from sft_play.plan import Plan
-from sft_play.planning.allowed import leanest_memories
+from sft_play.planning.allowed import leanest_memories, leanest_that_may_fit
 from sft_play.planning.candidates.batch import learning_rates
 from sft_play.planning.planner import Accept, every, fastest_plan, groups_may_help, sizes_of_groups
 from sft_play.planning.request import Request
@@ -51,34 +52,36 @@ def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int |
     """
     config = request.config
 
-    def saves_most(draft: Plan) -> bool:
-        return draft.activations.recomputes or config.train.asked_activations == "keep"
+    def run(count: int) -> Request:
+        return request.with_batch_for(count).with_offload("none").on_gpus(count)
 
     @cache
     def fits(count: int) -> bool:
-        run = request.with_batch_for(count).with_offload("none").on_gpus(count)
-        try:
-            whole = run.in_groups_of(config.parallel.sequence_ranks)
-            fastest_plan(whole, saves_most, explain=False, mix=False)
-        except DoesNotFitError:
-            return fits_in_groups(run)
-        return True
+        tried = run(count)
+        return _fits_whole(tried.in_groups_of(config.parallel.sequence_ranks)) or fits_in_groups(tried)
 
     counts = [n for n in COUNTS if n >= least and n % config.parallel.sequence_ranks == 0]
     allowed = [n for n in counts if batch_grows or request.with_batch_for(n) is request]
-    if allowed[:1] == [1] and fits(1):
-        return 1
+    allowed = [*dropwhile(lambda n: not leanest_that_may_fit(run(n)), allowed)]
     found = _first(allowed, fits)
     if found or not allowed or request.architecture.modules.padded_share(allowed[-1]) <= PADDED:
         return found
     return next(filter(fits, allowed), None)
 
 
+def _fits_whole(request: Request) -> bool:
+    """Whether some plan fits whose rows stay whole: the leanest one does, then."""
+    try:
+        return any(memory.within_budget for memory in leanest_memories(request))
+    except UntraceableModel:
+        return True  # for the probe to find out
+
+
 def fits_in_groups(request: Request) -> bool:
     """Whether a run whose whole rows do not fit does if the largest groups divide their tokens."""
     if sizes := sizes_of_groups(request):
         with suppress(ConfigError, UntraceableModel):
-            return groups_may_help(request) and any(
+            return groups_may_help(request, sizes[-1]) and any(
                 memory.fits for memory in leanest_memories(request.in_groups_of(sizes[-1]))
             )
     return False
@@ -87,10 +90,15 @@ def fits_in_groups(request: Request) -> bool:
 def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The first of ascending counts that fits, if each larger one fits too; None if none does.
 
-    Not every count is tried: where weights are divided, each takes a trace of its own.
+    Not every count is tried: where weights are divided, each takes a trace of its own. The first ones come
+    first, since fewer are known not to hold the weights, then the last one.
     """
-    place = bisect_left(counts, True, key=fits)
-    return counts[place] if place < len(counts) else None
+    for count in counts[:2]:
+        if fits(count):
+            return count
+    if not counts[2:] or not fits(counts[-1]):
+        return None
+    return counts[bisect_left(counts, True, 2, len(counts) - 1, key=fits)]
 
 
 def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:

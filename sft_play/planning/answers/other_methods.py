@@ -1,7 +1,7 @@
 """The same run by the other methods, and with weights in RAM: a plan that fits, found in few traces.
 
 It is not the fastest one, whose search would take as long again as that of the plan which was asked for.
-Weights that alone exceed the memory take no trace at all.
+What is held throughout and alone exceeds the memory takes no trace at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from sft_play.parts import flat
 from sft_play.plan import Plan
 from sft_play.planning.allowed import candidates, estimator_of
 from sft_play.planning.answers.other_machines import COUNTS, cost_at, gpu_hours, run_hours
-from sft_play.planning.candidates.weights_alone import weight_bytes
+from sft_play.planning.candidates.weights_alone import held_bytes
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import plan_clock, with_range
 
@@ -165,7 +165,7 @@ def _first_that_fits(request: Request, drafts: list[Plan], sizes: Sequence[int])
     wanted = [draft for draft in drafts if draft.batch.micro in sizes]
     wanted.sort(key=lambda draft: (engines.index(_engine(draft)), sizes.index(draft.batch.micro)))
     for draft in wanted:
-        held = 0 if draft.sharing.offloads else weight_bytes(config, request.architecture, draft)
+        held = 0 if draft.sharing.offloads else held_bytes(config, request.architecture, draft)
         if held > budget.budget_bytes:
             continue
         memory = estimate(config, draft, complete=True)

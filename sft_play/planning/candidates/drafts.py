@@ -173,11 +173,15 @@ def draft_plans(
 
 
 def by_offload(
-    config: RunConfig, drafts: list[Plan], seconds_of: Callable[[Plan], float | None]
+    config: RunConfig,
+    drafts: list[Plan],
+    seconds_of: Callable[[Plan], float | None],
+    worth: Callable[[list[Plan]], list[Plan]],
 ) -> Iterator[list[Plan]]:
     """The drafts that are looked at first, and those of which each group waits until nothing else fits.
 
-    What nobody asked for, and takes longer by nobody knows how much, is left out.
+    Of each, those that are `worth` it by then. What nobody asked for, and takes longer by nobody knows how
+    much, is left out.
     """
     auto, chosen = config.train.asked_activations == "auto", not config.train.asks_tiles
 
@@ -186,7 +190,7 @@ def by_offload(
         return draft.sharing.offloads, in_ram, chosen and draft.activations.in_tiles
 
     for resorts in product((False, True), repeat=3):
-        group = [draft for draft in drafts if last_resorts(draft) == resorts]
+        group = worth([draft for draft in drafts if last_resorts(draft) == resorts])
         if not (resorts[1] and group and seconds_of(group[0]) is None):
             yield group
 

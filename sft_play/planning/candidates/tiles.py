@@ -51,9 +51,17 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
 
 
 def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
-    """The drafts, unless their tiles would make none of the plans fit that were sized and do not."""
-    could_fit = any(plan.memory.fits_without(SAVED) for plan in sized if plan.memory)
-    return [draft for draft in drafts if could_fit or not draft.activations.in_tiles or not sized]
+    """The drafts, but for those whose tiles, or activations in RAM, cannot be what makes them fit.
+
+    Plans that were sized, recompute, and share the work alike would not fit even without what that saves.
+    """
+
+    def may_fit(draft: Plan) -> bool:
+        saved = SAVED if draft.activations.in_tiles else ("activations",) * draft.offloads_activations
+        alike = [plan for plan in sized if plan.sharing == draft.sharing and plan.activations.recomputes]
+        return not saved or not alike or any(each.memory.fits_without(saved) for each in alike if each.memory)
+
+    return [draft for draft in drafts if may_fit(draft)]
 
 
 def why_tiled(train: TrainConfig, plan: Plan) -> list[Tiles]:

@@ -1,8 +1,10 @@
-"""Plans that are out of reach: their weights alone exceed the memory, which takes no trace to know."""
+"""Plans out of reach: what a process always holds exceeds the memory, which takes no trace to know."""
 
 from collections.abc import Sequence
 
+from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.schema import RunConfig
+from sft_play.engines.base import FP32
 from sft_play.engines.registry import engine_of, label_of
 from sft_play.plan import Plan
 from sft_play.reasons.choices import WeightsAlone
@@ -20,16 +22,35 @@ def not_too_large(
     Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
     """
     here = [draft for draft in drafts if not draft.sharing.offloads]
-    held = {id(draft): weight_bytes(config, architecture, draft) for draft in here}
+    held = {id(draft): held_bytes(config, architecture, draft) for draft in here}
     least = min(held.values(), default=0)
-    beyond = {key for key, size in held.items() if size > max(budget_bytes, least)}
+    beyond = [draft for draft in here if held[id(draft)] > max(budget_bytes, least)]
     if not beyond:
         return list(drafts), []
-    names = dict.fromkeys(
-        label_of(each.sharing.engine, each.sharing.replicas) for each in here if id(each) in beyond
-    )
-    reason = WeightsAlone(", ".join(names), min(held[key] for key in beyond))
-    return [draft for draft in drafts if id(draft) not in beyond], [reason]
+    gone = set(map(id, beyond))
+    names = dict.fromkeys(label_of(each.sharing.engine, each.sharing.replicas) for each in beyond)
+    weights = min(weight_bytes(config, architecture, each) for each in beyond)
+    needs_states = weights <= budget_bytes
+    size = min(held[key] for key in gone) if needs_states else weights
+    reason = WeightsAlone(", ".join(names), size, needs_states)
+    return [draft for draft in drafts if id(draft) not in gone], [reason]
+
+
+def held_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
+    """The least that a process holds when its optimizer steps, of a plan that offloads nothing.
+
+    If all weights are trained, their gradients and states besides; those of adapters are small.
+    """
+    held = weight_bytes(config, architecture, plan)
+    if config.tuning.mode != "full":
+        return held
+    engine, sharing = engine_of(plan.sharing.engine), plan.sharing
+    element, optimizer = StepSpec.of(config, plan).trained_element_bytes, OPTIMIZERS[config.train.optimizer]
+    each = element + optimizer.least_bytes(element)
+    if engine.joins_trained:  # a vector of fp32 masters, which is what the optimizer sees
+        each = element + FP32 + optimizer.least_bytes(FP32)
+    ranks = sharing.shards if engine.shards_weights else sharing.world_size if engine.shards_state else 1
+    return held + architecture.modules.trained * each // ranks
 
 
 def weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:

@@ -104,10 +104,9 @@ def choose_plan(
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
     compared = at_worst(seconds_of)
     sized, mix = list[Plan](), layers > 1 and config.train.asked_activations == "auto"
-    waiting = by_offload(config, drafts, seconds_of)
+    waiting = by_offload(config, drafts, seconds_of, lambda group: worth_sizing(group, sized))
     while True:
         if not _fitting(sized) and (group := next(waiting, None)) is not None:
-            group = worth_sizing(group, sized)
             try:
                 sized += _size_all(group, memory_of, compared, trains_all=config.tuning.mode == "full")
             except ConfigError:  # offloading, which nobody asked for, cannot do it

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sft_play.cache import cache_dir, entry
+from sft_play.choices.kernels import Capability
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
@@ -155,6 +156,7 @@ class Traces:
         self.count = 0  # of steps that were traced, not read
         self._kinds: dict[str, dict[Size, StepTrace]] = {}
         self._all_layers: dict[bool, bool] = {}  # whether fewer did not do, by whether tensors are divided
+        self._gpus: dict[tuple[str, str, Capability], Capability] = {}  # whose traces serve others
         # kept, since finding out may take a while; by whether tensors are divided
         self._untraceable: dict[bool, UntraceableModel] = {}
 
@@ -190,7 +192,13 @@ class Traces:
         return self._derived(alike, evaluated) or self._traced(spec).step
 
     def _on_device(self, spec: StepSpec) -> StepSpec:
-        return spec.on_this_cpu(self._threads) if spec.device == "cpu" else spec
+        """The step on this CPU, or on the GPU whose traces serve its own too."""
+        if spec.device == "cpu":
+            return spec.on_this_cpu(self._threads)
+        about = spec.attention, spec.precision.computed_in, spec.compute_capability
+        if spec.joined and about not in self._gpus:
+            self._gpus[about] = self.architecture.ask(step_facts.traced_capability, *about)
+        return replace(spec, compute_capability=self._gpus[about]) if spec.joined else spec
 
     def _step(self, spec: StepSpec) -> Step:
         known = self._known(spec)

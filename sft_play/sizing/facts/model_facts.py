@@ -47,6 +47,7 @@ class ModuleFacts:
     served: dict[str, int]  # modules that other kernels of `train.kernels` serve
     float8_layers: int  # that can multiply in float8
     weights: int
+    trained: int  # of these, if all weights are trained
     packed: int  # in linear layers, which QLoRA keeps in 4 bits
     experts: int  # in fused experts, which stay in 16 bit
     rows: dict[int, int]  # rows of a weight -> weights in all that have so many
@@ -122,6 +123,7 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
 
     from sft_play.model.adapters.targets import fused_experts
     from sft_play.model.architecture.shape import decoder_layers, empty_model
+    from sft_play.model.build import freeze_what_gets_no_gradient
     from sft_play.model.layers import float8
     from sft_play.model.layers.own_passes import replace_forwards
     from sft_play.model.layers.recomputation import can_mix
@@ -139,12 +141,14 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
     for weight in weights:
         if weight.ndim:
             rows[len(weight)] += weight.numel()
+    freeze_what_gets_no_gradient(model)
     return ModuleFacts(
         name=type(model).__name__,
         layer_kinds=tuple(layer_kinds(layers)) if len(layers) and can_mix(model) else (),
         tiled_mlps=sum(len(list(mlps_of(layer))) for layer in layers),
         float8_layers=sum(map(float8.is_served, layers.modules())),
         weights=sum(weight.numel() for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         packed=sum(module.weight.numel() for module in linear),
         experts=sum(weight.numel() for _, weight in fused_experts(model)),
         rows=dict(rows),

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sft_play.choices import optimizers
+from sft_play.choices.kernels import Capability
 from sft_play.config.schema import LoraSettings
 from sft_play.model.attention.table import ATTENTIONS
 from sft_play.reasons.method import AttentionKernel, NewTokens, TrainedWhole
@@ -56,6 +57,15 @@ def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKer
     from sft_play.sizing.kernels.attention import attention_kernel
 
     return attention_kernel(config, spec)
+
+
+def traced_capability(
+    config: "PretrainedConfig", attention: str, dtype: str, capability: Capability
+) -> Capability:
+    """As in `sizing.kernels.attention`."""
+    from sft_play.sizing.kernels.attention import traced_capability
+
+    return traced_capability(config, attention, dtype, capability)
 
 
 def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:

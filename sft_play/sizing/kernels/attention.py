@@ -3,16 +3,18 @@
 It computes nothing, but counts the work of the kernels. What differs among them: `model/attention/table.py`.
 """
 
+import sys
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sft_play.choices.kernels import Capability
+from sft_play.choices.kernels import Capability, within
 from sft_play.model.architecture.shape import setting
 from sft_play.model.attention.choice import attention_dropout, has_sinks
-from sft_play.model.attention.table import ATTENTIONS, EFFICIENT, Call, Kernel, fused_kernel
+from sft_play.model.attention.table import ATTENTIONS, EFFICIENT, JOINED, NAME, Call, Kernel, fused_kernel
 from sft_play.model.attention.varlen import type_name
 from sft_play.model.layers.stand_in import counted
 from sft_play.reasons.method import AttentionKernel
@@ -197,6 +199,22 @@ def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKer
     if not spec.joined:
         return AttentionKernel(kernel.label, "padded")
     return AttentionKernel(kernel.label, "one" if one_call else "each_row")
+
+
+def traced_capability(
+    config: "PretrainedConfig", attention: str, dtype: str, capability: Capability
+) -> Capability:
+    """The GPU whose traces serve this one too, if rows are joined and attention computes in this type.
+
+    Where nothing but the flash kernel computes it, with heads that it takes on all of its GPUs, these
+    allocate the same.
+    """
+    text, (gpus, types, widths, _) = config.get_text_config(), astuple(JOINED.inputs[0])
+    sizes = {value for name, value in vars(text).items() if "head_dim" in name and isinstance(value, int)}
+    head_dim = next(iter(sizes), None) or text.hidden_size // text.num_attention_heads
+    takes = within(capability, gpus) and dtype in types and head_dim in widths
+    masks = has_sinks(config) or has_window(config, sys.maxsize) or attention_dropout(config) > 0
+    return gpus[0][0] if attention == NAME and takes and len(sizes) < 2 and not masks else capability
 
 
 def has_window(config: "PretrainedConfig", tokens: int) -> bool:

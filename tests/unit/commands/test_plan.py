@@ -2,7 +2,12 @@
 
 import io
 import json
+import os
+import pty
 import shlex
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -182,6 +187,27 @@ def test_a_table_that_is_interrupted_keeps_its_rows(found, monkeypatch, tmp_path
     text = " ".join(capsys.readouterr().out.split())
     assert f"Stopped: {found + 1} of 12 GPUs were planned" in text  # the first ones were kept
     assert text.endswith("next make plan MODEL=tiny-1")
+
+
+@pytest.mark.thorough
+def test_ctrl_c_ends_a_table_with_what_was_found(tiny_model, tmp_path):
+    """A real signal to a real process, whose bar is on a terminal and whose JSON goes into a pipe."""
+    terminal, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sft_play", "plan", "--json", "--model", str(tiny_model), "tuning.mode=lora"],
+        env=os.environ | {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "COLUMNS": "150", "TERM": "xterm"},
+        stdin=side,
+        stdout=subprocess.PIPE,
+        stderr=side,
+    )
+    os.close(side)
+    shown = b""
+    while b"1/12" not in shown:
+        shown += os.read(terminal, 4096)
+    process.send_signal(signal.SIGINT)
+    tree = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 130 and not tree["complete"]
+    assert 1 <= len(tree["cards"]) < 12 and tree["cards"][0]["gpu"] == COMMON_GPUS[0]
 
 
 def test_rows_appear_on_a_terminal_as_they_are_found(monkeypatch, tmp_path):

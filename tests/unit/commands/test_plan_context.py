@@ -1,5 +1,6 @@
 """`sft-play plan --context`, and plans for rows that are described."""
 
+import io
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from sft_play.commands.context import asked_tokens
 from sft_play.commands.plan import plan_command
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.report.context import context_report, problem_of
+from sft_play.ui.console import set_console
+from sft_play.ui.screen import Screen
 from tests.unit.commands.test_plan import TINY, tiny  # noqa: F401  an autouse fixture
 from tests.unit.report.test_plan import screen
 
@@ -66,6 +69,14 @@ def test_searches_that_are_interrupted_keep_their_rows(monkeypatch):
     text = " ".join(screen(report).split())
     assert "full 1 512 positions" in text and "Stopped: 1 of 6 searches were made" in text
     assert "next make plan MODEL=tiny-1 GPU='RTX 4090' NGPU=1 CONTEXT=max" in text
+    terminal = Screen(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    set_console(terminal)
+    monkeypatch.setenv("SFT_PLAY_VERBOSE", "1")  # the console stays ours
+    try:
+        plan_command(parse(["plan", "--model", "tiny-1", *CARD, "--context", "max"]))
+    finally:
+        set_console(None)
+    assert "full on 1 GPU: 512 tokens" in terminal.file.getvalue()
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ def estimate_of(asked: list[Plan], budget: float, weights: float = 10):
         row *= (0.5 if plan.activations.mlp_tiles > 1 else 1) * (
             0.5 if plan.activations.policy == "offload" else 1
         )
-        terms = {"weights": int(weights * GIB), "temporaries": int(row * plan.rows_per_micro_batch * GIB)}
+        terms = {"weights": int(weights * GIB), "activations": int(row * plan.rows_per_micro_batch * GIB)}
         budget_bytes = int(budget * GIB)
         return Memory(
             budget_bytes=budget_bytes, peak_bytes=sum(terms.values()), peak_phase="backward", terms=terms

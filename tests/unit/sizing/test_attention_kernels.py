@@ -24,6 +24,7 @@ from sft_play.sizing.kernels.attention import (
     attention_kernel,
     cuda_attention,
     takes_one_call,
+    traced_capability,
     varlen_attention,
 )
 from sft_play.sizing.kernels.simulation import SymbolicRecorder, simulate_cuda
@@ -289,3 +290,31 @@ def test_joined_rows_take_one_call_unless_attention_has_dropout_by_any_name(drop
         compute_capability=(9, 0), batch=JoinedRows(128),
     )  # fmt: skip
     assert takes_one_call(GPT2Config(attn_pdrop=dropout), spec) is one_call
+
+
+@pytest.mark.parametrize(
+    "name, changes, shared",
+    [
+        ("llama", {}, True),
+        ("qwen3", {}, True),
+        ("qwen3_moe", {}, True),
+        ("mistral", {}, False),  # a window
+        ("gemma3_text", {}, False),
+        ("llama", {"head_dim": 256}, False),
+        ("llama", {"attention_dropout": 0.1}, False),
+    ],
+)
+def test_gpus_share_traces_where_nothing_but_the_flash_kernel_computes_attention(name, changes, shared):
+    config = small_config(name, WIDE, **changes)
+    gpus = [(8, 0), (8, 6), (9, 0), (12, 0)]
+    found = {traced_capability(config, table.NAME, "bfloat16", gpu) for gpu in gpus}
+    assert found == ({A100} if shared else set(gpus))
+    for dtype, gpu in (("bfloat16", T4), ("bfloat16", (13, 0)), ("float32", H100)):
+        assert traced_capability(config, table.NAME, dtype, gpu) == gpu
+    assert traced_capability(config, "sdpa", "bfloat16", H100) == H100
+    if shared:
+        step = step_of(mode="lora", device="cuda", mixed_precision="bf16", batch=JoinedRows(300), longest=150)
+        first, *others = (trace_step(config, replace(step, compute_capability=gpu)) for gpu in gpus)
+        for other in others:
+            assert first.same_structure(other) and (first.sizes == other.sizes).all()
+            assert first.work.same_operations(other.work) and (first.work.sizes == other.work.sizes).all()
