@@ -200,14 +200,11 @@ def _look_for_control_tokens(task: EncodingTask, row: Conversation, counts: Coun
 def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:
     ids = [row.input_ids for row in rows]
     labels = [row.labels for row in rows]
-    columns = [
-        store.token_lists(ids),
-        store.token_lists(labels),
-        pa.array(map(len, ids), pa.int32()),
-        picture_lists(row.pictures for row in rows),
-        pa.array([row.truncated for row in rows], pa.bool_()),
-        pa.array([row.part for row in rows], pa.bool_()),
-    ]
+    truncated = pa.array([row.truncated for row in rows], pa.bool_())
+    parts = pa.array([row.part for row in rows], pa.bool_())
+    lengths = pa.array(map(len, ids), pa.int32())
+    pictures = picture_lists(row.pictures for row in rows)
+    columns = [store.token_lists(ids), store.token_lists(labels), lengths, pictures, truncated, parts]
     return pa.record_batch(columns, schema=PART_ROWS)
 
 

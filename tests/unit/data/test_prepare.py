@@ -285,7 +285,7 @@ def test_overlong_rows_are_cut_or_refused_as_the_config_says(run):
     assert data.stats["train"]["truncated"] == 1
     assert data.stats["train"]["dropped"] == {"no answer left after truncation": 1}
     assert data.train[30]["length"] == 150
-    with pytest.raises(DataError, match=r"rows.jsonl:31: the row is longer than 150 tokens"):
+    with pytest.raises(DataError, match=r"rows.jsonl:31, 32: the row is longer than 150 tokens"):
         run(mixed, max_seq_len=150, overlong="error")
 
 
