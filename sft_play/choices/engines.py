@@ -36,6 +36,7 @@ class Traits:
     joins_trained: bool = False  # to one vector, so that all that is trained must have one type
     can_defer: bool = False  # gradients of divided weights may stay whole until a step's last micro-batch
     can_keep_gathered: bool = False  # weights may stay so from the forward to the backward pass
+    takes_images: bool = False  # trains rows with images
 
     @property
     def distributes(self) -> bool:
@@ -84,6 +85,7 @@ TRAITS = {
             accelerate="single_gpu",
             distributed_type="NO",
             divides="",
+            takes_images=True,
         ),
         Traits(
             name="ddp",
@@ -92,6 +94,7 @@ TRAITS = {
             target="train-distributed",
             principle="each process holds the whole model, so more processes do not lower the peak",
             keeps_gradients=True,
+            takes_images=True,
         ),
         Traits(
             name="deepspeed_z2",
@@ -121,6 +124,7 @@ TRAITS = {
             replicates=True,
             can_defer=True,
             can_keep_gathered=True,
+            takes_images=True,
         ),
         Traits(
             name="deepspeed_z3",

@@ -86,6 +86,9 @@ CALLED = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:nn.Parameter": "data requires_grad",
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLTextModel._deepstack_process": "hidden_states "
+    "visual_pos_masks visual_embeds",
+    "transformers.models.smolvlm.modeling_smolvlm:SmolVLMModel.get_image_features": "pixel_values",
     "trl:SFTTrainer._load_best_model": "",
     "trl:SFTTrainer._load_from_checkpoint": "resume_from_checkpoint model",
     "trl:SFTTrainer._save_optimizer_and_scheduler": "output_dir",
