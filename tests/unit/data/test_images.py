@@ -352,7 +352,7 @@ def test_process_writes_rows_that_can_be_prepared(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen", "smolvlm", "gemma"])
-def test_rows_with_images_are_prepared_for_a_checkpoint_and_read_by_training_alone(kind, tmp_path, write_rows):
+def test_rows_with_images_are_prepared_for_a_checkpoint(kind, tmp_path, write_rows):
     save(tmp_path / "a.png", 50, 90)
     folder = save_folder(kind, tmp_path / "model")
     config = RunConfig.model_validate(
