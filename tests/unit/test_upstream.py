@@ -345,12 +345,11 @@ OPERATIONS = {
 OUTSIDE = {
     "the trace works inside of PyTorch's dispatcher and FSDP2, and is nothing else": (
         "sizing/recording/fake_results.py sizing/recording/recorder.py sizing/trace/sharded.py "
-        "sizing/trace/trace.py sizing/trace/zero3.py model/layers/stand_in.py"
+        "sizing/trace/zero3.py"
     ),
     "a subclass of the library's overrides its methods, which cannot be elsewhere": (
         "train/trainer.py launch/rendezvous.py"
     ),
-    "the code of a module is compared, and its private method is a part of it": "model/layers/liger.py",
 }
 
 
