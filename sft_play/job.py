@@ -32,7 +32,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.devices import ensure_profile
 from sft_play.report.layout import make_command
-from sft_play.runlog import RunDir, open_run, set_aside_earlier_run
+from sft_play.runlog import RunDir, open_run, read_json, set_aside_earlier_run
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
@@ -202,14 +202,18 @@ def begin_run(job: Job) -> None:
     write_atomic(job.run.config, dump_resolved(job.resolved))
     job.run.write_json(job.run.plan, job.plan.to_json())
     job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})
-    started = {
-        "started": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "commit": code_commit(),
-        "command": _command(job),
-    }
-    job.run.write_json(job.run.environment, started | environment_of(job.machine))
+    job.run.write_json(job.run.environment, _started(job) | environment_of(job.machine))
     if job.checkpoint is None or not job.run.base.exists():
         keep_base_files(job.config.model, job.run)
+
+
+def _started(job: Job) -> dict[str, object]:
+    """When and how the run was started; of one that is resumed, also when that was."""
+    now, commit = f"{datetime.now():%Y-%m-%d %H:%M}", code_commit()
+    first = read_json(job.run.environment) if job.checkpoint else {}
+    if "command" not in first:
+        return {"started": now, "commit": commit, "command": _command(job)}
+    return {"started": first.get("started"), "resumed": now, "commit": commit, "command": first["command"]}
 
 
 def _command(job: Job) -> str:

@@ -9,6 +9,8 @@ import regex
 from sft_play.choices.metrics import METRICS, Metric, normalise
 from sft_play.config.schema import EvalConfig
 from sft_play.errors import ConfigError
+from sft_play.report.record import tree_of
+from sft_play.spelling import make
 from sft_play.ui.console import warn
 
 PATTERN_SECONDS = 2.0  # for eval.answer_pattern to search a text
@@ -111,6 +113,14 @@ def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) ->
         if metric and (metric.uses_pattern or metric.of_calls):
             found[f"{name}_rows"] = len(values)
     return found
+
+
+def tools_note(summary: Mapping[str, Any]) -> str:
+    """What a chat with a run says if its held-out rows, of which summary.json has the scores, call tools."""
+    scores = tree_of(tree_of(summary.get("eval")).get("after"))
+    instead = make("infer-batch", IN="rows.jsonl")
+    said = f"Its rows call tools, which this chat does not offer: `{instead}` takes rows with tools."
+    return said if scores.get("tool_calls_rows") else ""
 
 
 def is_right(scores: Scores, names: Sequence[str]) -> bool | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.builtin.demo import unknown_words
+from sft_play.commands.answers import tools_note
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
 from sft_play.data.reading import read_rows
@@ -164,8 +165,9 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     state = Dialogue(system=config.data.system_prompt)
     console().print(f"{run.path.name} on {model.device}", style="bold")
     console().print(HELP, style="dim")
-    prompts = _prompts_to_try(run)
-    if prompts:
+    if note := tools_note(read_json(run.summary)):
+        console().print(note, style="dim")
+    if prompts := _prompts_to_try(run):
         console().print("Held-out rows to try:", style="dim")
         for prompt in prompts:
             console().print(f"  {prompt}", highlight=False, soft_wrap=True)

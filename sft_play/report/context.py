@@ -76,7 +76,7 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
             "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4 gives it four times as many"
         )
     if any(row["longest"] is None and "problem" not in row for row in rows):
-        found.append("-: not even rows of 1,024 tokens fit")
+        found.append("where the longest row is -, not even rows of 1,024 tokens fit")
     found += dict.fromkeys(f"{method_of(row)}: {row['problem']}" for row in rows if "problem" in row)
     return found
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from sft_play.plan import HostMemory, Memory, Plan
 from sft_play.units import counted, format_bytes
 
+MISFIT = "this run does not fit"  # how the error begins
+
 
 def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     """By how much the smallest plan exceeds its budget, and what it consists of."""
@@ -14,8 +16,7 @@ def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     terms = host.terms if host else memory.terms
     methods = "".join(f", {method}" for method in smallest.activations.methods)
     first = (
-        f"this run does not fit: the smallest plan (micro-batch {smallest.batch.micro}{methods}) "
-        f"{_excess(memory, host)}"
+        f"{MISFIT}: the smallest plan (micro-batch {smallest.batch.micro}{methods}) {_excess(memory, host)}"
     )
     if not explain:
         return first

@@ -82,6 +82,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     found: list[tuple[str, object]] = [
         ("note", run.value("output.note") or None),
         ("started", run.environment.get("started")),
+        ("resumed", run.environment.get("resumed")),
         ("machine", machine),
         ("commit", run.environment.get("commit")),
         ("command", _command(run)),

@@ -47,7 +47,7 @@ METRICS: dict[str, tuple[str, Format]] = {
 # The same for what `make eval` says about the work on each model.
 AMOUNTS: dict[str, tuple[str, Format]] = {
     "rows": ("rows", "{:,}".format),
-    "answered_rows": ("answered rows", "{:,}".format),
+    "answered_rows": ("answers", "{:,}".format),
     "seconds": ("time", format_duration),
 }
 
@@ -121,8 +121,8 @@ def evaluation_notes(result: Mapping[str, Any]) -> list[Text]:
 
 
 def answered(scores: Mapping[str, Any]) -> str:
-    """What answers were generated to: "answers to 12 rows of val, 6 of which should call tools"."""
-    text = f"answers to {counted(scores['answered_rows'], 'row')} of {scores['split']}"
+    """How many answers were generated, and to what: "12 answers on val, 6 of which should call tools"."""
+    text = f"{counted(scores['answered_rows'], 'answer')} on {scores['split']}"
     calls = scores.get("tool_calls_rows")
     return f"{text}, {calls:,} of which should call tools" if calls else text
 

@@ -10,6 +10,7 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
 from sft_play.reasons.choices import group_of
 from sft_play.report.layout import apart
+from sft_play.report.misfit import MISFIT
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import by_duration, formatted
 from sft_play.spelling import make, quoted, var
@@ -77,7 +78,7 @@ def card_heads(modes: Sequence[str]) -> Text:
 
 def card_line(card: Mapping[str, Any]) -> Text:
     """What a GPU needs by each method, while others are still being planned."""
-    needs = [NO_FIT if "problem" in plan else _needs(plan) for plan in card["plans"].values()]
+    needs = [_needs(plan) for plan in card["plans"].values()]
     return Text(_in_line(card["gpu"], f"{card['total_bytes'] / GIB:.0f} GiB", needs))
 
 
@@ -107,26 +108,51 @@ def cheapest_table(tree: Mapping[str, Any]) -> Table:
 
 
 def gpus_tables(tree: Mapping[str, Any]) -> list[Table]:
-    """A table for each method, with a row for each GPU."""
+    """A table for each method that some GPU is enough for, with a row for each GPU."""
     plans = [plan for row in tree["cards"] for plan in row["plans"].values()]
     hours = "GPU hours" if tree["seen"] else "hours"
     last = (hours, "cost") if any(plan.get("cost") is not None for plan in plans) else ("tokens/s", hours)
     tables = []
-    for mode in tree["cards"][0]["plans"]:
+    for mode, planned in _by_mode(tree).items():
+        if all("problem" in plan for plan in planned):
+            continue  # the legend says so once
         rows = []
-        for card in tree["cards"]:
-            plan = card["plans"][mode]
-            cells = (NO_FIT, "", "", "") if "problem" in plan else _card_cells(plan, last)
+        for card, plan in zip(tree["cards"], planned, strict=True):
+            cells = (_needs(plan), "", "", "") if "problem" in plan else _card_cells(plan, last)
             rows.append((card["gpu"], f"{card['total_bytes'] / GIB:.0f} GiB", *cells))
         head = ("GPU", "memory", "needs", "micro-batch", *last)
         tables.append(Table(head, rows, capitalized(METHODS[mode]), left=(0, 2)))
     return tables
 
 
+def _by_mode(tree: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Method -> its plans on each GPU."""
+    return {mode: [card["plans"][mode] for card in tree["cards"]] for mode in tree["cards"][0]["plans"]}
+
+
+def _without_plan(tree: Mapping[str, Any]) -> list[str]:
+    """The methods that no GPU is enough for, and each other reason why there is no plan, once."""
+    said = list[str]()
+    for mode, planned in _by_mode(tree).items():
+        causes = [plan["problem"] for plan in planned if "problem" in plan]
+        if len(causes) == len(planned) and _is_misfit(planned[0]):
+            said.append(f"{capitalized(METHODS[mode])} {NO_FIT} on any of these GPUs.")
+        said += dict.fromkeys(
+            f"{capitalized(METHODS[mode])}: {cause}" for cause in causes if MISFIT not in cause
+        )
+    return said
+
+
+def _is_misfit(plan: Mapping[str, Any]) -> bool:
+    return plan["problem"].startswith(MISFIT)
+
+
 def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
-    """What the cells of the tables of GPUs mean."""
+    """What the cells of the tables of GPUs mean, and which methods have no table."""
     plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
-    said = []
+    said = _without_plan(tree)
+    if not plans:
+        return said
     if tree["gpus"] is None:
         said.append("The fewest of 1, 2, 4 ... 512 GPUs, on machines of eight.")
     if any(group_of(plan) > 1 for plan in plans):
@@ -156,6 +182,8 @@ def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]
 
 
 def _needs(plan: Mapping[str, Any]) -> str:
+    if "problem" in plan:
+        return NO_FIT if _is_misfit(plan) else "no plan"
     engine = f", {label_of(plan['engine'], plan['replicas'])}" if plan["gpus"] > 1 else ""
     return counted(plan["gpus"], "GPU") + engine
 

@@ -8,11 +8,11 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
-from sft_play.job import Job, agreed_plan, environment_of, job_digest
+from sft_play.job import Job, agreed_plan, begin_run, environment_of, job_digest
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory
-from sft_play.runlog import RunDir
+from sft_play.runlog import RunDir, read_json
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
@@ -76,3 +76,19 @@ def test_the_environment_names_versions_and_hardware_but_not_the_one_device():
     assert found["versions"]["torch"] and found["cpu_cores"] >= 1 and found["ram_bytes"] > 0
     assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA GeForce RTX 4090"] * 2
     assert "uuid" not in str(found)
+
+
+def test_a_resumed_run_keeps_when_and_how_it_was_started(tmp_path):
+    begun = replace(job(tmp_path), run=RunDir(tmp_path / "one"), machine=what_if("L4"))
+    config = begun.config.changed({"train.resume": "auto"})
+    begun = replace(begun, resolved=replace(begun.resolved, config=config))
+    first = {"started": "2026-11-20 10:30", "command": "make train CONFIG=my.yaml"}
+    begun.run.path.mkdir()
+    begun.run.write_json(begun.run.environment, first)
+    begun.run.write_json(begun.run.base, {})
+    begin_run(replace(begun, checkpoint=tmp_path / "checkpoint-4"))
+    found = read_json(begun.run.environment)
+    assert {key: found[key] for key in first} == first and found["resumed"] > first["started"]
+    begin_run(replace(begun, checkpoint=None))
+    found = read_json(begun.run.environment)
+    assert found["command"] == "make train CONFIG=x.yaml" and "resumed" not in found

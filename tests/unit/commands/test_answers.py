@@ -12,6 +12,7 @@ from sft_play.commands.answers import (
     require_answers,
     score_answer,
     summarise_answers,
+    tools_note,
 )
 from sft_play.config.schema import EvalConfig
 from sft_play.errors import ConfigError
@@ -164,3 +165,9 @@ def test_calls_of_tools_have_a_score_of_their_own_and_answers_in_words_have_none
     summary = summarise_answers(compared, scores)
     assert (summary["tool_calls"], summary["tool_calls_rows"], summary["answered_rows"]) == (0.5, 2, 3)
     assert "tool_calls" not in summarise_answers(compared[2:], scores[2:])
+
+
+def test_a_chat_says_that_it_offers_no_tools_to_a_run_whose_rows_call_some():
+    scores = {"after": {"answered_rows": 6, "tool_calls_rows": 3}}
+    assert "`make infer-batch IN=rows.jsonl` takes rows with tools" in tools_note({"eval": scores})
+    assert tools_note({"eval": {"after": {"answered_rows": 6}}}) == tools_note({"eval": None}) == ""

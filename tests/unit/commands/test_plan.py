@@ -118,6 +118,8 @@ FOUND = {
     "effective_batch_size": 16, "tokens_per_second": None, "hours": None, "gpu_hours": 2.5, "step_seconds": 1.0,
 }  # fmt: skip
 
+NOWHERE = {"problem": "this run does not fit: the smallest plan (micro-batch 1) needs 90.00 GiB"}
+
 
 def cards(**plans):
     """What is known of one card with 15 GiB."""
@@ -127,13 +129,26 @@ def cards(**plans):
 
 
 def test_a_table_of_cards_says_in_words_what_is_needed():
-    tree = cards(full={"problem": "does not fit"}, lora=FOUND, qlora=FOUND | {"gpus": 2, "sequence_ranks": 2})
+    tree = cards(full=FOUND, lora=FOUND, qlora=FOUND | {"gpus": 2, "sequence_ranks": 2})
+    tree["cards"] += [tree["cards"][0] | {"gpu": "A10", "plans": dict.fromkeys(MODES, NOWHERE)}]
     lines = [" ".join(line.split()) for line in screen(gpus_report(tree)).splitlines()]
     assert lines[0] == "org/m on the fewest GPUs that fit, rows of 2,048 tokens" and "a note" in lines
-    assert lines.index("T4 15 GiB does not fit") < lines.index("T4 15 GiB 4 GPUs, FSDP2 8 n/a n/a")
+    assert lines.index("T4 15 GiB 4 GPUs, FSDP2 8 n/a n/a") < lines.index("A10 15 GiB does not fit")
     assert "T4 15 GiB 2 GPUs, FSDP2 8 of 2 GPUs n/a n/a" in lines
     text = screen(gpus_report(tree | {"gpus": 4, "seen": True}))
     assert "org/m on 4 GPUs" in text and "GPU hours" in text and "2.5" in text and "1, 2, 4" not in text
+
+
+def test_why_there_is_no_plan_is_said_once_and_not_for_each_gpu():
+    refused = {"problem": "train.batch_size: 3 does not divide 16"}
+    tree = cards(full=NOWHERE, lora=refused, qlora=FOUND)
+    tree["cards"] += [row | {"gpu": "A10"} for row in tree["cards"]]
+    lines = [" ".join(line.split()) for line in screen(gpus_report(tree)).splitlines()]
+    assert lines.count("Full fine-tuning does not fit on any of these GPUs.") == 1
+    assert lines.count("LoRA: train.batch_size: 3 does not divide 16") == 1
+    assert sum(line.startswith(("T4", "A10")) for line in lines) == 2  # of QLoRA
+    nothing = screen(gpus_report(cards(full=NOWHERE)))
+    assert "Full fine-tuning does not fit on any of these GPUs." in nothing and "tokens/s" not in nothing
 
 
 def test_the_cheapest_ways_come_before_the_tables_of_cards():

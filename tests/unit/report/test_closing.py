@@ -76,7 +76,7 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     assert "plan micro-batch 4 x accumulation 3 x 2 processes = 24 sequences" in lines
     assert "trained on 1,200 steps, 5M supervised tokens" in lines
     assert "speed 4,321 tokens/s, no padding" in lines
-    assert "held-out rows (answers to 50 rows of test) before after" in lines
+    assert "held-out rows (50 answers on test) before after" in lines
     assert "loss 2.0000 0.1000" in lines
     assert "exact match 2.0% 96.0%" in lines
     assert "adapter runs/demo/adapter" in lines
@@ -148,5 +148,5 @@ def test_a_resumed_run_says_of_which_steps_its_time_is():
 def test_answers_that_should_call_tools_are_counted_and_have_a_score():
     before = {"answered_rows": 12, "split": "val", "tool_calls": 0.0, "tool_calls_rows": 6}
     lines = lines_of(SUMMARY, {"before": before, "after": before | {"tool_calls": 0.5}})
-    assert "held-out rows (answers to 12 rows of val, 6 of which should call tools) before after" in lines
+    assert "held-out rows (12 answers on val, 6 of which should call tools) before after" in lines
     assert "tool calls right 0.0% 50.0%" in lines

@@ -61,7 +61,7 @@ def test_a_finished_run_fills_every_section(page):
         ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
         ("data", ["train val rows 100 100 tokens 5,000 5,000 supervised 50.0% 50.0%", "dropped 2 2 median 40 40", "2 rows dropped: empty", "few rows", "abc123"]),
         ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
-        ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "answers to 10 rows of test"]),
+        ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "10 answers on test"]),
         ("answers", ["before training (empty)", "prompt 3 + 4? reference 7 answer seven"]),
         ("environment", ["GPU 0 NVIDIA H100, 80.00 GiB", "driver 570.1 (CUDA 12.8)", "torch 2.13.0"]),
     ],

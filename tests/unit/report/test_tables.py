@@ -64,7 +64,7 @@ def test_evaluation_table_has_a_column_for_each_model_and_the_rows_it_was_comput
         "perplexity 1.65 1.65 1.65",
     ]
     assert "exact match 42.0% 42.0% 42.0%" in lines
-    assert "rows 1,319 1,319 1,319" in lines and "answered rows 100 100 100" in lines
+    assert "rows 1,319 1,319 1,319" in lines and "answers 100 100 100" in lines
     assert "time 1 min 40 s 1 min 40 s 1 min 40 s" in lines
 
 
