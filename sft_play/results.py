@@ -138,8 +138,8 @@ class Run:
     @property
     def samples(self) -> list[Answers]:
         """The first `eval.samples` answers before and after training, without reasoning."""
-        names, found = ("before", "after"), self.summary.get("samples") or []
-        return [answers_of(each["prompt"], each, {name: name for name in names}) for each in found]
+        names, found = {"before": "before", "after": "after"}, self.summary.get("samples") or []
+        return [answers_of(each["prompt"], each, names) for each in found]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

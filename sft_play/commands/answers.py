@@ -105,9 +105,8 @@ def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) ->
         values = [value for each in scores if (value := each.get(name)) is not None]
         metric = METRICS.get(name)
         if metric and metric.of_all:
-            found[name] = metric.of_all(
-                [each.answer for each in compared], [each.reference for each in compared]
-            )
+            references = [each.reference for each in compared]
+            found[name] = metric.of_all([each.answer for each in compared], references)
         else:
             found[name] = sum(values) / len(values) if values else None
         if metric and (metric.uses_pattern or metric.of_calls):

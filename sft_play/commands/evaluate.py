@@ -235,9 +235,10 @@ def _write_answers(
             "finished": answer.finished,
             "tokens": answer.tokens,
             **as_written(measured[trained].judged[row], metrics),
-            **{key: measured[name].answers[row].text for name, key in names.items()},
-            "right": {key: is_right(measured[name].judged[row], metrics) for name, key in names.items()},
         }
+        record |= {key: measured[name].answers[row].text for name, key in names.items()}
+        right = {key: is_right(measured[name].judged[row], metrics) for name, key in names.items()}
+        record["right"] = right
         lines += json.dumps(record, ensure_ascii=False) + "\n"
     with storing(path, "Free some space, or set output.dir=<folder>"):
         write_atomic(path, lines)

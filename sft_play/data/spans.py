@@ -66,7 +66,8 @@ def find_tokens(
         found = _by_bytes(tokenizer, pieces, texts, spans)
     rest = [index for index, one in enumerate(found) if one is None]
     if rest:
-        others = _by_offsets(tokenizer, [texts[index] for index in rest], [spans[index] for index in rest])
+        left = [texts[index] for index in rest]
+        others = _by_offsets(tokenizer, left, [spans[index] for index in rest])
         for index, one in zip(rest, others, strict=True):
             found[index] = one
     return found  # type: ignore[return-value]  # none is missing now

@@ -205,9 +205,9 @@ def missing_packages(config: "RunConfig") -> dict[str, str]:
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
         f"train.optimizer={optimizer.name}": (optimizer.package or "", optimizer.package is not None),
-        **{f"parallel.engine={asked}": (name, True) for name in packages},
-        **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
+    needs |= {f"parallel.engine={asked}": (name, True) for name in packages}
+    needs |= {f"train.report_to={name}": (name, True) for name in config.train.report_to}
     return {
         f"{key} needs {package}, which is not installed": f"run `{install_command(package)}`"
         for key, (package, needed) in needs.items()

@@ -67,8 +67,8 @@ def _difference(curve: Curve, lines: Sequence[Line], legend: Sequence[Legend]) -
     others = []
     for line in lines[1:]:
         pairs = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if step in base]
-        steps, values = [step for step, _ in pairs], [value - base[step] for step, value in pairs]
-        others.append(replace(line, steps=steps, values=values))
+        steps = [step for step, _ in pairs]
+        others.append(replace(line, steps=steps, values=[value - base[step] for step, value in pairs]))
     title = f"{curve.title}, difference from {lines[0].name}"
     known = [*legend[1:], Legend(lines[0].name, level=True)]
     figure = _figure(replace(curve, key="", title=title), others, known, level=0.0)

@@ -44,6 +44,7 @@ def candidates(tree: Mapping[str, Any], most: int | None = None) -> list[Mapping
 
 def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Table:
     """What else was possible: predicted speed and peak of the chosen plan and others (`candidates`)."""
+    chosen = [number for number, row in enumerate(rows) if "chosen" in row]
     return Table(
         ("micro-batch x accumulation", "activations", _unit_of_speed(plan), "peak"),
         [
@@ -57,7 +58,7 @@ def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any])
         ],
         "Alternatives",
         left=(0, 1),
-        bold=[number for number, row in enumerate(rows) if "chosen" in row],
+        bold=chosen,
         short={"micro-batch x accumulation": "micro-batch"},
     )
 

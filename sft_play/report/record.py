@@ -150,6 +150,7 @@ def read_run(path: Path) -> RunRecord:
     damaged = [file for file, tree in trees.items() if not tree and file.exists()]
     damaged += [run.config] if run.config.exists() and not settings else []
     damaged += [run.metrics] if run.metrics.exists() and not _can_be_read(run.metrics) else []
+    answers = {split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()}
     return RunRecord(
         name=path.resolve().name,
         settings=settings,
@@ -161,7 +162,7 @@ def read_run(path: Path) -> RunRecord:
         metrics=_steps(run),
         evaluations={split: trees[file] for split, file in evaluations.items() if trees[file]},
         harness=tree_of(trees[run.harness].get("models")),
-        answers={split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()},
+        answers=answers,
         damaged=tuple(file.name for file in damaged),
         activity=activity_of(run),
     )

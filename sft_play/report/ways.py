@@ -28,9 +28,10 @@ def methods_on_screen(tree: Mapping[str, Any]) -> RenderableType:
 def methods_table(tree: Mapping[str, Any]) -> Table:
     """A row for each method of a plan that has `methods`, as `other_methods` gives them."""
     rows, chosen = tree["methods"], tree["method"]
+    cells = [(capitalized(METHODS[row["method"]]), *_way_cells(row)) for row in rows]
     return Table(
         ("method", "GPUs", "tokens/s", "hours", "memory"),
-        [(capitalized(METHODS[row["method"]]), *_way_cells(row)) for row in rows],
+        cells,
         "By each method",
         left=(0, 1),
         bold=[number for number, row in enumerate(rows) if row["method"] == chosen],

@@ -148,16 +148,18 @@ def settings_of(job: Job) -> dict[str, object]:
         tuning |= {f"tuning.lora.{name}": value for name, value in config.tuning.lora.model_dump().items()}
         if config.tuning.lora.init != "default":  # computed again, with the numbers of such a device
             tuning["tuning.lora.init"] = f"{config.tuning.lora.init} on {plan.device}"
+    rows = {f"data.{split}_path": digest for split, digest in job.data.digests().items()}
+    train = {f"train.{name}": getattr(config.train, name) for name in TRAIN}
     found = {
         "model.name": Path(config.model.name).name,  # its folder may have been moved
         "model.revision": config.model.revision,
         "model.new_tokens": config.model.new_tokens,
         "model.rope_scaling": config.model.model_dump()["rope_scaling"],
         "model.dtype": plan.precision.dtype,
-        **{f"data.{split}_path": digest for split, digest in job.data.digests().items()},
+        **rows,
         "data.sources": [share.weight for share in job.data.shares],
         **tuning,
-        **{f"train.{name}": getattr(config.train, name) for name in TRAIN},
+        **train,
         "train.learning_rate": plan.schedule.learning_rate,
         "train.effective_batch_size": plan.batch.effective,
         "train.max_steps": plan.schedule.total_steps,

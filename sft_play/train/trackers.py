@@ -203,14 +203,16 @@ def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | st
     """What runs are compared by, as plain values."""
     chosen = plan.flat()
     lora = ("r", "alpha", "dropout") if config.tuning.mode != "full" else ()
+    train = {name: getattr(config.train, name) for name in TRAIN_COMPARED}
+    adapter = {f"lora_{name}": getattr(config.tuning.lora, name) for name in lora}
     return {
         "model": public_name(config.model.name),
         "mode": config.tuning.mode,
         "gradient_checkpointing": plan.activations.recomputes,
         "steps": plan.schedule.total_steps,
-        **{name: getattr(config.train, name) for name in TRAIN_COMPARED},
+        **train,
         **{name: chosen[name] for name in PLAN_COMPARED},
-        **{f"lora_{name}": getattr(config.tuning.lora, name) for name in lora},
+        **adapter,
     }
 
 

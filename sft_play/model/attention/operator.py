@@ -90,16 +90,20 @@ def _band(query: Tensor, window: int | None) -> Tensor | None:
     return query.new_zeros(tokens, tokens).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
 
 
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of [1, heads, tokens, head_dim] end to end, [tokens, heads, head_dim]."""
+    return torch.cat([row[0].transpose(0, 1) for row in rows])
+
+
 @library.custom_op("sft_play::attend_joined", mutates_args=(), device_types="cpu")
 def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The output, as the query, and logarithms of the sums of exponentials, [heads, tokens]."""
     rows = _each_row((query, key, value), offsets)
-    found = [cpu_attention(q, k, v, _band(q, window), scale) for q, k, v in rows]
-    return torch.cat([out[0].transpose(0, 1) for out, _ in found]), torch.cat(
-        [sums[0] for _, sums in found], 1
-    )
+    found = (cpu_attention(q, k, v, _band(q, window), scale) for q, k, v in rows)
+    outs, sums = zip(*found, strict=True)
+    return _joined(outs), torch.cat([each[0] for each in sums], 1)
 
 
 @library.custom_op("sft_play::attend_joined_backward", mutates_args=(), device_types="cpu")
@@ -114,15 +118,13 @@ def _gradients_on_cpu(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, [tokens, heads, head_dim]."""
     rows = _each_row((grad, query, key, value, out, sums.T[..., None]), offsets)
     found = [
         cpu_attention_gradients(g, q, k, v, o, lse[..., 0], _band(q, window), scale)
         for g, q, k, v, o, lse in rows
     ]
-    d_query, d_key, d_value = (
-        torch.cat([each[0].transpose(0, 1) for each in all_rows]) for all_rows in zip(*found, strict=True)
-    )
+    d_query, d_key, d_value = map(_joined, zip(*found, strict=True))
     return d_query, d_key, d_value
 
 

@@ -52,7 +52,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As `gated`, by GELU in its approximation by tanh."""
+    """As `gated`, of [..., size], by GELU in its approximation by tanh."""
     from liger_kernel.ops import LigerGELUMulFunction
 
     return LigerGELUMulFunction.apply(gate, up)
@@ -71,7 +71,7 @@ def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def geglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same of Gemma's, which has GELU."""
+    """The same of Gemma's, which has GELU; x and the result are [..., hidden_size]."""
     return module.down_proj(gelu_gated(module.gate_proj(x), module.up_proj(x)))
 
 

@@ -158,7 +158,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The gradient of x."""
+        """The gradient of x, [batch, heads, tokens, head_dim]."""
         cos, sin = ctx.saved_tensors
         out = grad * cos
         _add_halves(out, grad, sin.chunk(2, dim=-1)[::-1], sign=-1)

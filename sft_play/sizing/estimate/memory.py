@@ -80,13 +80,15 @@ def estimate(
     peaks["save"] = Peak(sum(saved.values()), saved)
     peaks = _with_workspaces(peaks, device)
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
+    phases = {phase: peak.bytes for phase, peak in peaks.items()}
+    phase_terms = {phase: peak.terms for phase, peak in peaks.items()}
     memory = Memory(
         budget_bytes=device.budget_bytes,
         peak_bytes=peaks[top].bytes,
         peak_phase=top,
-        phases={phase: peak.bytes for phase, peak in peaks.items()},
+        phases=phases,
         terms={**peaks[top].terms, "context": device.context_bytes},
-        phase_terms={phase: peak.terms for phase, peak in peaks.items()},
+        phase_terms=phase_terms,
         guard_bytes=device.guard.bytes,
         host=host,
         highest=_highest(sized, [_with_workspaces(own, device) for own in peaks_of], held),

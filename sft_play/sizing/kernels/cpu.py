@@ -103,15 +103,15 @@ def inside_kernels(threads: int, scratch: Rules = ()) -> dict[Any, Callable[...,
     """What operations allocate on a CPU's threads while they run, as functions of their arguments."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    products = {
+        getattr(torch.ops.aten, name).default: partial(scratch_of_products, rule) for name, rule in scratch
+    }
     return {
         **{func: partial(cast_operands, func) for func in MIXING},
         torch.ops.aten._safe_softmax.default: masked_rows,
         attention: partial(attention_blocks, threads),
         backward: partial(attention_gradient_blocks, threads),
-        **{
-            getattr(torch.ops.aten, name).default: partial(scratch_of_products, rule)
-            for name, rule in scratch
-        },
+        **products,
     }
 
 
