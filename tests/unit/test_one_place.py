@@ -15,7 +15,14 @@ from sft_play.rows.formats import FORMATS
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "sft_play"
-ORDINARY = {"none", "text", "messages", "library", "contains", "tool_calls"}  # words of many other things, too
+ORDINARY = {
+    "none",
+    "text",
+    "messages",
+    "library",
+    "contains",
+    "tool_calls",
+}  # words of many other things, too
 TABLES = {
     "choices/engines.py": TRAITS,
     "choices/kernels.py": LAYERS,
