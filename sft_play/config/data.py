@@ -86,6 +86,15 @@ class DataConfig(Section):
     streaming: Streaming = "auto"
     """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto: if
     the download does not fit on the disk. With limit, only that many rows are read."""
+    image_folder: PathText | None = None
+    """Folder that paths of images are relative to, and have to be in. Default: that of the file of their row;
+    the rows of a folder may share its images."""
+    image_max_pixels: Count | None = None
+    """The most pixels that an image keeps; larger ones are made smaller. Default: as the model's image
+    processor says."""
+    allow_urls: bool = False
+    """Whether images that rows name by http(s) URLs are downloaded, once, with the rows: at most 32 MiB in
+    30 s each."""
     num_workers: AutoOrWorkers = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 

@@ -25,6 +25,9 @@ from sft_play.data.template import cannot_render, flatten_globals, render, rende
 from sft_play.errors import ConfigError, DataError
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import Message
+from sft_play.vision.families import Recipe
+from sft_play.vision.parts import for_template
+from sft_play.vision.types import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +49,8 @@ class RenderedRow:
     add_eos: bool = False  # append the end-of-sequence token, because the template has no end-of-turn token
     spelled: tuple[Span, ...] = ()  # control tokens of the row's own texts, to be spelled as ordinary text
     unstopped: bool = False  # whether an answer before the last one ends without a token that stops it
+    messages: int = 0  # how many of the conversation it has
+    pictures: tuple[Picture, ...] = ()  # of these, once their texts are in it
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Chat:
     learn_tool_calls: bool = True  # whether assistant turns that call tools carry loss
     pieces: Pieces | None = None  # saves time with many rows
     controls: ControlTokens | None = None  # None: texts are not searched for control tokens
+    recipe: Recipe | None = None  # None: rows have no images
 
 
 def make_chat(
@@ -151,7 +157,8 @@ def _render_whole(chat: Chat, conversation: Conversation) -> RenderedRow:
         )
     text = render(chat.tokenizer, conversation, conversation.messages)
     end = _end_of_turn(chat, text)
-    return RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))
+    add_eos, count = not text[:end].endswith(chat.end_tokens), len(conversation.messages)
+    return RenderedRow(text[:end], ((0, end),), add_eos=add_eos, messages=count)
 
 
 def supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
@@ -193,28 +200,29 @@ def answer_text(chat: Chat, conversation: Conversation, turn: int) -> str | None
 
 def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> Renderings:
     """Goes back from the last turn; a turn that the current text renders differently starts another row."""
-    found: list[tuple[str, list[Span]]] = []
+    found: list[tuple[str, list[Span], int]] = []
     for turn in reversed(turns):
         own, prompt = yield conversation, turn
         end = _end_in(chat, own, found[-1][0]) if found else None
         if end is None:
             end = _end_of_turn(chat, own)
-            found.append((own[:end], []))
+            found.append((own[:end], [], turn + 1))
         else:
             end = _through_marker(chat, found[-1][0], end)
         start = _start_of_answer(conversation, turn, own, prompt)
         _check_shown(conversation, turn, own[start:end])
         found[-1][1].append((start, end))
-    return [_rendered(chat, text, spans[::-1]) for text, spans in reversed(found)]
+    return [_rendered(chat, text, spans[::-1], count) for text, spans, count in reversed(found)]
 
 
-def _rendered(chat: Chat, text: str, spans: Sequence[Span]) -> RenderedRow:
-    """The row of a text that ends with an answer."""
+def _rendered(chat: Chat, text: str, spans: Sequence[Span], messages: int) -> RenderedRow:
+    """The row of a text of so many messages, which ends with an answer."""
     return RenderedRow(
         text,
         tuple(spans),
         add_eos=not text.endswith(chat.end_tokens),
         unstopped=any(not text.endswith(chat.end_tokens, 0, end) for _, end in spans[:-1]),
+        messages=messages,
     )
 
 
@@ -309,7 +317,7 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     messages = conversation.messages[: turns[-1] + 1]
     template = chat.tokenizer.get_chat_template(None, conversation.tools)
     arguments: dict[str, Any] = {
-        "conversations": [list(messages)],
+        "conversations": [for_template(messages, template)],
         "tools": conversation.tools,
         "chat_template": template,
         "return_assistant_tokens_mask": True,
@@ -334,7 +342,7 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     spans = [(start, _end_of_tag(chat, text, start, end)) for start, end in spans]
     if not spans:
         return []
-    return [_rendered(chat, text[: spans[-1][1]], spans)]
+    return [_rendered(chat, text[: spans[-1][1]], spans, len(messages))]
 
 
 def _runs_without_loss(messages: Sequence[Message], turns: list[int]) -> list[tuple[int, int]]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import datasets
 
 
+BATCH_ROWS = 32  # with images, which take most of their memory
+
+
 @dataclass(frozen=True)
 class HubRows:
     """One split of a Hub dataset."""
@@ -30,11 +33,19 @@ class HubRows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         read = 0
         try:
-            for row in self.rows:
+            for row in _encoded(self.rows):
                 read += 1
                 yield row
         except Exception as error:  # of the Hub client, which has tried again
             raise DataError(f"{self.name} cannot be read after row {read}: {first_line(error)}") from None
+
+
+def _encoded(rows: Any) -> Iterator[dict[str, Any]]:
+    """The rows, with the bytes of images as they are stored, which `datasets` would decode."""
+    if "Image(" not in str(rows.features):
+        return iter(rows)
+    batches = rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
+    return chain.from_iterable(batch.to_pylist() for batch in batches)
 
 
 def load_hub_rows(

@@ -54,21 +54,24 @@ from sft_play.rows.formats import Conversation, convert, with_format
 from sft_play.rows.json_files import Row
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.progress import progress_bar
+from sft_play.vision.families import Recipe
+from sft_play.vision.gallery import TEXT_ALONE, Gallery, described
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-SOURCES = PACKAGE / "data", PACKAGE / "rows"
-PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+SOURCES = PACKAGE / "data", PACKAGE / "rows", PACKAGE / "vision"
+PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow", "pillow")
 
 
 @dataclass(frozen=True)
 class PreparedData:
     """Tokenized rows by split, and their statistics.
 
-    A row has input_ids, labels (-100: no loss; always so for the first token) and length. A conversation is
-    one row, or several if the chat template rewrites earlier turns (see chat.py).
+    A row has input_ids, labels (-100: no loss; always so for the first token), length, and pictures (see
+    vision/types.py). A conversation is one row, or several if the chat template rewrites earlier turns (see
+    chat.py).
     """
 
     train: "Dataset"
@@ -77,12 +80,13 @@ class PreparedData:
     max_seq_len: int  # model.max_seq_len; for "auto" the length of the longest row of all splits
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
-    truncated, parts (of longer rows), dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start,
-    width, rows, longer}, and with data.sources a list of counts by source; inputs and remarks (of
-    `inventory`); warnings, chat_template, largest_token_id, seconds; and rendered_as_of, a day, if the chat
-    template writes one."""
+    truncated, parts (of longer rows), pictures, picture_units, picture_tokens, dropped {reason: rows},
+    lengths {p50, p90, p99, max}, histogram {start, width, rows, longer}, and with data.sources a list of
+    counts by source; inputs and remarks (of `inventory`); warnings, images, chat_template, largest_token_id,
+    seconds; and rendered_as_of, a day, if the chat template writes one."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
+    recipe: Recipe | None = None  # how the model takes pictures; None if no row has any
 
     @property
     def fingerprint(self) -> str:
@@ -111,6 +115,7 @@ def prepare(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     model_limit: int | None = None,
+    recipe: Recipe | str = TEXT_ALONE,
     progress: bool = True,
     hashes: bool = True,
     day: date | None = None,
@@ -118,8 +123,9 @@ def prepare(
     """Tokenizes the data of a run or loads it from the cache; of concurrent callers only one does the work.
 
     Sets the tokenizer's chat template as data.chat_template asks. `model_limit` is the longest sequence that
-    the model supports, if known. Without `hashes`, only the sizes of the cached files are checked for damage.
-    A chat template that writes the date writes that of `day`, by default today.
+    the model supports, if known, `recipe` how it takes pictures, or why it takes none. Without `hashes`, only
+    the sizes of the cached files are checked for damage. A chat template that writes the date writes that of
+    `day`, by default today.
 
     Raises:
         DataError: the data cannot be read, or has no supervised tokens.
@@ -128,21 +134,20 @@ def prepare(
     """
     origin = use_template(tokenizer, config.data.chat_template)
     max_tokens = length_limit(config.model, tokenizer, model_limit)
-    chat = make_chat(
-        tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
-    )
+    chat = _chat(config, tokenizer, max_tokens, recipe)
     dated = _day_written(config, tokenizer, day)
     opened = open_inputs(config.data)
     inputs, sources = zip(*opened, strict=True)
     fingerprints = [fingerprint(source) for source in sources]
-    key = _cache_key(config, tokenizer, max_tokens, dated, inputs, [digest for digest, _ in fingerprints])
+    galleries = [gallery_of(config, source, recipe) for source in sources]
+    key = _cache_key(config, tokenizer, max_tokens, dated, inputs, fingerprints, galleries)
 
     def make(folder: Path) -> dict[str, object]:
         started = time.perf_counter()
         tasks, parts = [], []
-        for given, source in opened:
+        for (given, source), gallery in zip(opened, galleries, strict=True):
             with _own_rows(given):
-                tasks.append(_task(config, given, source, chat, origin))
+                tasks.append(_task(config, given, source, chat, origin, replace(gallery, kept=folder)))
         for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
             name = Path(given.path).name if config.data.sources else given.split
             bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
@@ -155,12 +160,25 @@ def prepare(
         if dated:
             stats["warnings"].append(day_warning(dated))
             stats["rendered_as_of"] = str(dated)
-        stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
+        stats |= {
+            "images": described(recipe),
+            "chat_template": origin,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
         return {"stats": stats}
 
     folder = project_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)
-    return _load(config, folder, inventory(opened))
+    return _load(config, folder, inventory(opened), recipe)
+
+
+def _chat(
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None, recipe: Recipe | str
+) -> Chat:
+    chat = make_chat(
+        tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
+    )
+    return replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
 
 
 @contextmanager
@@ -196,7 +214,8 @@ def _cache_key(
     max_tokens: int | None,
     day: date | None,
     inputs: Sequence[DataInput],
-    fingerprints: Sequence[str],
+    fingerprints: Sequence[tuple[str, int | None]],
+    galleries: Sequence[Gallery],
 ) -> str:
     """Does not depend on weights: they decide how often rows are seen, not what they are."""
     data = config.data
@@ -205,7 +224,7 @@ def _cache_key(
     held_out = {split: fraction for split, fraction in fractions.items() if split not in own and fraction}
     files = [
         [given.split, given.format, dict(given.columns), digest]
-        for given, digest in zip(inputs, fingerprints, strict=True)
+        for given, (digest, _) in zip(inputs, fingerprints, strict=True)
     ]
     settings = (
         "task", "system_prompt", "supervise", "learn_tool_calls", "control_tokens",
@@ -219,17 +238,20 @@ def _cache_key(
             "tokenizer": store.tokenizer_digest(tokenizer),
             "max_tokens": max_tokens,
             "day": str(day),
+            "images": [gallery.key for gallery in galleries],
             "held_out": [held_out, config.train.seed] if held_out else None,
             **{name: getattr(data, name) for name in settings},
         }
     )
 
 
-def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str) -> EncodingTask:
+def _task(
+    config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str, gallery: Gallery
+) -> EncodingTask:
     """Detects the format from the first row and tries the chat template on the first conversation."""
     what = f"{given.key}: {source.path}"
     name, rows = with_format(read_rows(source, config.data.limit), given.format, what)
-    settings = (name, config.data.system_prompt, config.data.overlong)
+    settings = (name, config.data.system_prompt, config.data.overlong, gallery)
     if is_raw_text(config, given, source, name):
         whole = with_control_tokens(replace(chat, max_tokens=None), config.data.control_tokens, renders=False)
         return EncodingTask(whole, *settings, block=block_tokens(config.model, chat.max_tokens))
@@ -238,6 +260,13 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     if first is not None and tried:
         check_template(chat.tokenizer, first, origin)
     return EncodingTask(with_control_tokens(chat, config.data.control_tokens, renders=tried), *settings)
+
+
+def gallery_of(config: RunConfig, source: Source, recipe: Recipe | str) -> Gallery:
+    """Where the pictures of a source may come from."""
+    base = Path(config.data.image_folder).expanduser() if config.data.image_folder else None
+    folder = source.folder or next((file.parent for file in source.files), None)
+    return Gallery(recipe, base or folder, base, config.data.allow_urls)
 
 
 def _first_conversation(rows: Iterable[Row], name: str, system_prompt: str | None) -> Conversation | None:
@@ -323,7 +352,7 @@ def _encode(
     )
 
 
-def _load(config: RunConfig, folder: Path, found: Inventory) -> PreparedData:
+def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | str) -> PreparedData:
     import datasets
 
     stats = read_manifest(folder)["stats"] | vars(found)
@@ -335,7 +364,9 @@ def _load(config: RunConfig, folder: Path, found: Inventory) -> PreparedData:
     rows = {name: datasets.Dataset.from_file(str(file)) for name, file in files.items() if file.exists()}
     shares = _weighted(stats["train"].get("sources", []), config)
     length = longest if asked == "auto" else asked
-    return PreparedData(rows["train"], rows.get("val"), rows.get("test"), length, stats, folder, shares)
+    pictures = sum(stats[split]["pictures"] for split in SPLITS if stats[split])
+    used = recipe if pictures and isinstance(recipe, Recipe) else None
+    return PreparedData(rows["train"], rows.get("val"), rows.get("test"), length, stats, folder, shares, used)
 
 
 def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:

@@ -14,6 +14,7 @@ from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
 from sft_play.data.tokens import IGNORED
 from sft_play.rows.formats import Conversation
+from sft_play.vision.types import picture_lists
 
 
 def in_sections(document: Conversation) -> list[Conversation]:
@@ -46,6 +47,7 @@ def _rows_of(ids: np.ndarray) -> pa.RecordBatch:
         "input_ids": token_lists(list(ids)),
         "labels": token_lists(list(labels)),
         "length": pa.array(np.full(len(ids), ids.shape[1], np.int32)),
+        "pictures": picture_lists([()] * len(ids)),
         "truncated": pa.array(np.zeros(len(ids), bool)),
         "part": pa.array(np.zeros(len(ids), bool)),
     }

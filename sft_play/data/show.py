@@ -32,12 +32,14 @@ from sft_play.rows.formats import Conversation, convert, detect_format, with_for
 from sft_play.spelling import make, quoted, var
 from sft_play.ui.console import console
 from sft_play.ui.screen import Words
+from sft_play.vision.shown import each_once, picture_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
-PARTS = "parts of longer rows"
+PARTS, IMAGES, IMAGE_TOKENS = "parts of longer rows", "images", "tokens of images"
+RARE = (PARTS, IMAGES, IMAGE_TOKENS)  # shown where there are any
 EACH_ROW = "each row"  # a format: what `process` writes may come from sources of several formats
 
 
@@ -57,7 +59,7 @@ def table(prepared: PreparedData) -> Group:
         notes.append(f"\n  warning: {warning}", style="yellow")
     counts = [_counts(stats[split]) for split in splits]
     rows = [(name, *(column[name] for column in counts)) for name in counts[0]]
-    rows = [row for row in rows if row[0] != PARTS or set(row[1:]) != {"0"}]
+    rows = [row for row in rows if row[0] not in RARE or set(row[1:]) != {"0"}]
     tables = [Table(("data", *splits), rows)]
     if sources := stats["train"].get("sources"):
         tables.append(_sources_table(sources))
@@ -87,6 +89,8 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
         "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f}%",
         "truncated": f"{100 * split['truncated'] / split['rows']:.1f}%",
         PARTS: f"{split['parts']:,}",
+        IMAGES: f"{split['pictures']:,}",
+        IMAGE_TOKENS: f"{split['picture_tokens']:,}",
         "dropped": f"{sum(split['dropped'].values()):,}",
         "tokens per row, median": f"{lengths['p50']:,}",
         "90th percentile": f"{lengths['p90']:,}",
@@ -124,7 +128,10 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
         for number, row in enumerate(rows, 1):
             supervised = sum(label != IGNORED for label in row["labels"])
             screen.print(f"\nrow {number}{of}: {row['length']} tokens, {supervised} supervised", style="bold")
-            screen.print(marked(row["input_ids"], row["labels"], tokenizer, colour=colour))
+            for line in picture_lines(row["pictures"]):
+                screen.print(line)
+            ids, labels = each_once(prepared.recipe, row["input_ids"], row["labels"])
+            screen.print(marked(ids, labels, tokenizer, colour=colour))
         first += source["rows"]
 
 

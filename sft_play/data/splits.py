@@ -129,6 +129,10 @@ class _Tally:
         self.counts["tokens"] += len(ids)
         self.counts["supervised_tokens"] += int((labels != IGNORED).sum())
         self.counts["unknown_tokens"] += int((ids == unknown_id).sum()) if unknown_id is not None else 0
+        fits = batch["pictures"].flatten().field("fit")
+        self.counts["pictures"] += len(fits)
+        self.counts["picture_units"] += int(fits.field("units").to_numpy().sum())
+        self.counts["picture_tokens"] += int(fits.field("tokens").to_numpy().sum())
         self.counts["truncated"] += int(batch["truncated"].true_count)
         self.counts["parts"] += int(batch["part"].true_count)
 
@@ -234,7 +238,10 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, object]:
     counts = sum((tally.counts for tally in tallies), Counter[str]())
     conversations = sum(int(one.mask.sum()) for one in chosen)
-    names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts")
+    names = (
+        "rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts",
+        "pictures", "picture_units", "picture_tokens",
+    )  # fmt: skip
     lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return {

@@ -2,7 +2,8 @@
 
 A conversation is cut between exchanges, before a turn of the user, and rendered anew: each row begins with
 the system message and has as many exchanges as fit. An exchange that is too long by itself, and plain text,
-is cut between tokens. Each supervised token carries loss in one row.
+is cut between tokens, unless it has pictures: then it is dropped. Each supervised token carries loss in one
+row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,8 @@ def cut(row: Tokens, limit: int, *, overlaps: bool = True) -> list[Tokens]:
     supervised one follows are left out.
     """
     context = max(1, limit // CONTEXT_SHARE) if overlaps else 1
+    if row.pictures:
+        return [row]  # too long, so it is dropped
     supervised = np.flatnonzero(row.labels != IGNORED)
     pieces: list[Tokens] = []
     while len(supervised):

@@ -18,6 +18,8 @@ from sft_play.errors import StorageError
 from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest
 from sft_play.ui.console import console, warn
+from sft_play.vision.gallery import FOLDER as KEPT
+from sft_play.vision.types import PICTURES
 
 if TYPE_CHECKING:
     import datasets
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 1 << 20  # read at a time
 NO_TOKENS = np.zeros(0, np.int32)
 TOKEN_LIST = pa.list_(pa.int32())
-ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
+ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32(), "pictures": PICTURES})
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -79,7 +81,9 @@ def build(
             temporary.mkdir()
             try:
                 meta = make(temporary)
-                write_manifest(temporary, meta, hash_files(temporary, files_in(temporary)))
+                # kept pictures have their hash in their names, and are checked as they are used
+                files = [name for name in files_in(temporary) if not name.startswith(f"{KEPT}/")]
+                write_manifest(temporary, meta, hash_files(temporary, files))
                 publish(temporary, folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -27,6 +27,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import Message, alternating
 from sft_play.upstream.transformers import compiled_template
+from sft_play.vision.parts import for_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,8 +95,9 @@ def _apply(
     tokenizer: "PreTrainedTokenizerBase", talks: Sequence[Sequence[Message]], tools: Any, prompt: bool
 ) -> list[str]:
     def call() -> list[str]:
-        flatten_globals(tokenizer.get_chat_template(None, tools))
-        listed = [list(messages) for messages in talks]
+        template = tokenizer.get_chat_template(None, tools)
+        flatten_globals(template)
+        listed = [for_template(messages, template) for messages in talks]
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             listed, tools=tools, add_generation_prompt=prompt, tokenize=False
         )

@@ -6,7 +6,7 @@ A text is tokenized as a whole; `spans.py` maps character spans to tokens.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -24,7 +24,10 @@ from sft_play.data.control_tokens import without_marks
 from sft_play.data.limits import limited_renderings
 from sft_play.data.spans import Found, find_tokens
 from sft_play.data.template import render
+from sft_play.errors import DataError
 from sft_play.rows.formats import Conversation
+from sft_play.vision.expansion import expanded, pictures_in, repeated
+from sft_play.vision.types import Picture
 
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
@@ -38,6 +41,7 @@ class Tokens:
     labels: np.ndarray
     truncated: bool = False
     part: bool = False  # of a longer row
+    pictures: tuple[Picture, ...] = ()
 
 
 def encode(
@@ -57,13 +61,41 @@ def encode(
         hidden = (hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
         notes[HIDDEN_REASONING] += sum(hidden)
         notes[UNSTOPPED] += sum(any(row.unstopped for row in rows) for rows in rendered)
+    rendered = [
+        [_with_texts_of_pictures(chat, row, each) for each in rows]
+        for row, rows in zip(conversations, rendered, strict=True)
+    ]
     tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
-    encoded = [list(islice(tokens, len(rows))) for rows in rendered]
+    encoded = [
+        [_with_image_tokens(chat, row.source, next(tokens), each.pictures) for each in rows]
+        for row, rows in zip(conversations, rendered, strict=True)
+    ]
     for index, row in enumerate(conversations):
         if row.text is not None:
             encoded[index] = [tokenize_text(chat, row)]
             encoded[index][0].labels[:1] = IGNORED
     return encoded
+
+
+def _with_texts_of_pictures(chat: Chat, row: Conversation, rendered: RenderedRow) -> RenderedRow:
+    """The rendered row with what the model reads for each of its pictures."""
+    pictures = pictures_in(row.messages[: rendered.messages])
+    spans = rendered.supervised, rendered.spelled
+    try:
+        text, supervised, spelled = expanded(chat.recipe, rendered.text, pictures, *spans)
+    except ValueError as problem:
+        raise DataError(f"{row.source}: {problem}") from None
+    return replace(rendered, text=text, supervised=supervised, spelled=spelled, pictures=pictures)
+
+
+def _with_image_tokens(chat: Chat, source: str, row: Tokens, pictures: tuple[Picture, ...] = ()) -> Tokens:
+    """The row with as many tokens for each picture as the model needs; of a beginning, for those in it."""
+    whole = chat.max_tokens is None or len(row.input_ids) <= chat.max_tokens
+    try:
+        ids, labels = repeated(chat.recipe, row.input_ids, row.labels, pictures, whole=whole)
+    except ValueError as problem:
+        raise DataError(f"{source}: {problem}") from None
+    return replace(row, input_ids=ids, labels=labels, pictures=pictures)
 
 
 def _beginning(chat: Chat, text: str) -> str:
@@ -129,15 +161,19 @@ def prompt_ids(chat: Chat, prompt: Conversation) -> list[int]:
         return tokenize_text(chat, replace(prompt, ends=False)).input_ids.tolist()
     asked = marked(chat, prompt)
     text, _, spelled = without_marks(render(chat.tokenizer, asked, asked.messages, prompt=True), ())
+    row = RenderedRow(text, (), spelled=spelled, messages=len(prompt.messages))
+    row = _with_texts_of_pictures(chat, prompt, row)
+    text, spelled = row.text, row.spelled
     end = answer_start(chat.tokenizer, text, len(text))
     ids, _ = find_in_pieces(chat.tokenizer, text, (), {end: len(text)}, spelled, end)
-    return ids.tolist()
+    return _with_image_tokens(chat, prompt.source, Tokens(ids, ids), row.pictures).input_ids.tolist()
 
 
 def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
     """Plain text, with loss on every token, even the first one.
 
     A document begins as the tokenizer begins a text, and ends with the end token; a section in it does not.
+    DataError if it has a token that stands for images.
     """
     eos = chat.tokenizer.eos_token_id
     text = _beginning(chat, str(row.text))
@@ -151,7 +187,7 @@ def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
         ids = [*ids, eos]
     elif closed and not row.ends:
         ids = ids[:-1]
-    return Tokens(np.array(ids, np.int32), np.array(ids, np.int32))
+    return _with_image_tokens(chat, row.source, Tokens(np.array(ids, np.int32), np.array(ids, np.int32)))
 
 
 def _opening(chat: Chat) -> list[int]:

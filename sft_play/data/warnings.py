@@ -41,8 +41,8 @@ MEANINGS = {
     ),
     WITH_PLACEHOLDER: (
         "row",
-        ": images, video and audio are not supported, so these are trained as plain text. If they stand for "
-        "media, remove the rows",
+        ": nothing beside the text is listed for it, so it is trained as plain text. If it stands for an "
+        "image, list that in images; video and audio are not supported: remove such rows",
     ),
     WITH_NULLS: (
         "row",

@@ -29,6 +29,9 @@ from sft_play.machine.process import die_with_parent
 from sft_play.rows.formats import FORMATS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.unused import has_null_parts, has_placeholder, unused_keys
+from sft_play.vision.expansion import cut_before
+from sft_play.vision.gallery import Gallery
+from sft_play.vision.types import picture_lists
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # that are encoded together: at most, and until there are so many
 MAX_WORKERS = 8
@@ -56,6 +59,7 @@ class EncodingTask:
     format: str
     system_prompt: str | None
     overlong: str
+    gallery: Gallery = Gallery()
     block: int | None = None  # of raw text: tokens of the rows into which documents are joined and cut later
 
 
@@ -149,6 +153,7 @@ def _converted(task: EncodingTask, row: Row, counts: Counts) -> Sequence[Convers
     if isinstance(converted, str):
         counts.dropped[converted] += 1
         return []
+    converted = task.gallery.located(converted, row.file)
     _look_for_control_tokens(task, converted, counts)
     counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
     return list(in_sections(converted)) if task.block else [converted]
@@ -198,7 +203,8 @@ def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:
     truncated = pa.array([row.truncated for row in rows], pa.bool_())
     parts = pa.array([row.part for row in rows], pa.bool_())
     lengths = pa.array(map(len, ids), pa.int32())
-    columns = [store.token_lists(ids), store.token_lists(labels), lengths, truncated, parts]
+    pictures = picture_lists(row.pictures for row in rows)
+    columns = [store.token_lists(ids), store.token_lists(labels), lengths, pictures, truncated, parts]
     return pa.record_batch(columns, schema=PART_ROWS)
 
 
@@ -221,10 +227,11 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
             f"{conversation.source}: the row is longer than {limit} tokens. "
             "Increase model.max_seq_len, or set data.overlong to split, truncate or drop"
         )
-    if task.overlong == "drop":
+    if task.overlong in ("drop", "split"):  # what has pictures is not split within an exchange
         dropped[too_long(limit)] += 1
         return None
-    cut = Tokens(row.input_ids[:limit], row.labels[:limit], truncated=True)
+    end, pictures = cut_before(task.chat.recipe, row.input_ids, row.pictures, limit)
+    cut = Tokens(row.input_ids[:end], row.labels[:end], truncated=True, pictures=pictures)
     if not _has_answer(cut):
         dropped[ANSWER_TRUNCATED] += 1
         return None
@@ -279,7 +286,7 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 def _characters(value: object) -> int:
     """How much text is in a value of JSON."""
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):  # the bytes of pictures
         return len(value)
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))

@@ -30,6 +30,7 @@ from sft_play.runlog import continued_run
 from sft_play.spelling import login, make
 from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network
+from sft_play.vision.recipes import recipe_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -260,11 +261,12 @@ def load_data(
     progress: bool = True,
     hashes: bool = True,
     begun: bool = False,
+    shows: bool = False,
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     A chat template that writes the date writes that of the day on which the run that is resumed began. With
-    `begun`, the run is one that has, whatever train.resume says.
+    `begun`, the run is one that has, whatever train.resume says. Rows with images are only shown.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
@@ -278,7 +280,17 @@ def load_data(
     run = Path(config.output.dir) / config.output.name
     day = first_day(run if begun else continued_run(run, config.train.resume))
     limit = position_limit(architecture)
-    rows = prepare(config, tokenizer, model_limit=limit, progress=progress, hashes=hashes, day=day)
+    recipe = recipe_for(
+        architecture, tokenizer, config.model.name, config.model.revision, config.data.image_max_pixels
+    )
+    rows = prepare(
+        config, tokenizer, model_limit=limit, recipe=recipe, progress=progress, hashes=hashes, day=day
+    )
+    if rows.recipe is not None and not shows:
+        raise ConfigError(
+            "the rows have images, which can be prepared and counted (`make prepare SHOW=1`), but not yet "
+            "trained on; train on rows of text"
+        )
     largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(

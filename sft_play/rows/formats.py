@@ -7,18 +7,18 @@ from itertools import chain
 from typing import Any
 
 from sft_play.errors import DataError
+from sft_play.rows.images import KEYS as IMAGES
+from sft_play.rows.images import as_written, placed, require_none
+from sft_play.rows.invalid import InvalidRow, found_text, invalid
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import (
-    InvalidRow,
     Message,
     as_json_text,
     checked_text,
     content_of,
-    found_text,
-    invalid,
     json_if_text,
     messages_of,
-    require_text_only,
+    require_no_video,
 )
 from sft_play.rows.strict_json import without_nulls
 
@@ -46,7 +46,7 @@ class Conversation:
             return {"text": self.text}
         messages = [
             {**message, "train": False} if index in self.untrained else message
-            for index, message in enumerate(self.messages)
+            for index, message in enumerate(map(as_written, self.messages))
         ]
         row: dict[str, Any] = {"messages": messages}
         if self.context:
@@ -141,12 +141,12 @@ class Format:
     detected: bool = True
 
 
-MORE = ("tools", "system")
+MORE = ("tools", "system", *IMAGES)
 # Detection uses this order. The source of a text is for people (make dapt-docx writes it); leaving out the
 # rejected answers is for the user to decide.
 FORMATS = {
     "messages": Format(
-        "OpenAI", ("messages",), ("tools",), _from_messages, prompt="messages",
+        "OpenAI", ("messages",), ("tools", *IMAGES), _from_messages, prompt="messages",
         example={"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
     ),
     "sharegpt": Format(
@@ -257,8 +257,9 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     row.require_read()
     keys, reader = FORMATS[name].keys, FORMATS[name].reader
     try:
-        require_text_only(row.data)
+        require_no_video(row.data)
         if reader is None:
+            require_none(row.data)
             text = checked_text(row.data.get("text"), "text", may_be_blank=True)
             plain = Conversation((), text=text, source=row.where, begins=row.begins, ends=row.ends)
             return plain if text.strip() else BLANK_TEXT
@@ -269,6 +270,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
                 f"(found {', '.join(row.data)})"
             )
         messages, context = reader(row.data)
+        messages = placed(messages, row.data)
         tools = json_if_text(without_nulls(row.data.get("tools") or None), "tools")
         is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         if tools is not None and not is_schema_list:

@@ -4,11 +4,10 @@ import json
 from itertools import cycle
 from typing import Any
 
-from sft_play.errors import kind_of
+from sft_play.rows.images import Message, Reference, with_pictures, without_pictures
+from sft_play.rows.invalid import InvalidRow, found_text, invalid
 from sft_play.rows.strict_json import parse, without_nulls
 from sft_play.rows.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
-
-Message = dict[str, Any]
 
 # Role names found in public datasets -> the role names of chat templates.
 ROLES = {
@@ -26,39 +25,13 @@ def alternating(*texts: str) -> tuple[Message, ...]:
     return tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=False))
 
 
-def found_text(value: object) -> str:
-    """What a value is, in a few words for a message."""
-    if value is None:
-        return "missing or null"
-    if isinstance(value, str) and not value.strip():
-        return "an empty string"
-    if value == []:
-        return "an empty list"
-    if isinstance(value, str):
-        return f"{value[:40]!r}"
-    text = json.dumps(value, default=str)
-    if isinstance(value, list | dict):
-        return f"{kind_of(value)} ({text[:40]})"
-    return text[:60]
-
-
-class InvalidRow(Exception):
-    """What is wrong with a row; who reads it puts file and line in front of it."""
-
-
-def invalid(key: str, value: object, allowed: str) -> InvalidRow:
-    """The error that a key has another value than is allowed."""
-    return InvalidRow(f"{key} is {found_text(value)}; expected {allowed}")
-
-
-def require_text_only(data: dict[str, Any], prefix: str = "") -> None:
-    """Refuses a row or a message with images, video or audio."""
+def require_no_video(data: dict[str, Any], prefix: str = "") -> None:
+    """Refuses a row or a message with video or audio."""
     found = media_key(data)
     if found:
         raise InvalidRow(
-            f"{prefix}{found} is {found_text(data[found])}; images, video and audio are not supported. To "
-            f"train on the text alone, remove the key '{found}', and placeholders such as <image> from the "
-            "text"
+            f"{prefix}{found} is {found_text(data[found])}; video and audio are not supported. To train "
+            f"without them, remove the key '{found}', and placeholders such as <video> from the text"
         )
 
 
@@ -89,7 +62,7 @@ def content_of(value: object, key: str, *, may_be_blank: bool) -> str:
             raise invalid(
                 f"{key}[{index}]",
                 part,
-                '{"type": "text", "text": ...}; images and audio are not supported',
+                '{"type": "text", "text": ...}; video and audio are not supported',
             )
         name = "value" if "value" in part and "text" not in part else "text"
         parts.append(checked_text(part.get(name), f"{key}[{index}].{name}", may_be_blank=True))
@@ -163,18 +136,20 @@ def _message(value: object, key: str) -> Message:
     """One message, with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     if not isinstance(value, dict):
         raise invalid(key, value, 'an object such as {"role": "user", "content": "..."}')
-    require_text_only(value, f"{key}.")
+    require_no_video(value, f"{key}.")
     role_key, content_key = message_keys(value)
     name = value.get(role_key)
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise invalid(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
     content, calls = value.get(content_key), without_nulls(value.get("tool_calls"))
+    images: list[Reference | None] = []
     if name == "function_call":  # ShareGPT puts the call in place of the text
         call = json_if_text(content, f"{key}.{content_key}")
         content, calls = "", call if isinstance(call, list) else [call]
     reasoning = next((value[name] for name in REASONING_KEYS if value.get(name)), None)
     if isinstance(content, list):
+        content, images = without_pictures(content, f"{key}.{content_key}")
         content, inline_reasoning, inline_calls = _split_parts(content, f"{key}.{content_key}")
         reasoning, calls = reasoning or inline_reasoning, calls or inline_calls
     if calls and not isinstance(calls, list):
@@ -183,7 +158,8 @@ def _message(value: object, key: str) -> Message:
         content = ""
     # A blank question is an error in the data; a blank answer only drops the row (see `_unusable`).
     text = content_of(content, f"{key}.{content_key}", may_be_blank=role != "user")
-    message: Message = {"role": role, "content": text}
+    message: Message = {"role": role, "content": text, **({"images": images} if images else {})}
+    message = with_pictures(message, value, f"{key}.")
     if reasoning is not None:
         message["reasoning_content"] = checked_text(reasoning, f"{key}.reasoning_content")
     message |= {

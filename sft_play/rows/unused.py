@@ -1,4 +1,4 @@
-"""What a row holds that is not trained on: images, video and audio are refused, other keys are counted."""
+"""What a row holds that is not trained on: video and audio are refused, other keys are counted."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,13 +6,13 @@ from typing import Any
 
 from sft_play.rows.strict_json import without_nulls
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = ("videos", "video", "audios", "audio")
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")  # in the text, of LLaMA-Factory and ms-swift
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
 TRAIN_KEYS = ("train", "weight", "loss_weight")
-OF_MESSAGES = {"tool_calls", "tool_call_id", "name", *REASONING_KEYS, *TRAIN_KEYS}
+OF_MESSAGES = {"tool_calls", "tool_call_id", "name", "images", "image", *REASONING_KEYS, *TRAIN_KEYS}
 OPENAI, SHAREGPT = ("role", "content"), ("from", "value")
 
 
@@ -22,9 +22,9 @@ def message_keys(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def media_key(data: Mapping[str, Any]) -> str | None:
-    """The first key of a row or a message that holds images, video or audio."""
+    """The first key of a row or a message that holds video or audio."""
     found = {key: data[key] for key in MEDIA if key in data and not _is_empty(data[key])}
-    # numbers and booleans, such as `"image": false`, are none
+    # numbers and booleans, such as `"video": false`, are none
     return next((key for key, value in found.items() if not isinstance(value, bool | int | float)), None)
 
 

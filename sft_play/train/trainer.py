@@ -76,6 +76,9 @@ class PlannedTrainer(SFTTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        # Some models (Gemma 3, Qwen3-VL) say that their own loss does not take the tokens of a whole step.
+        # Ours does.
+        self.model_accepts_loss_kwargs = True
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
         self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
         self._nvme_path = nvme_path

@@ -12,7 +12,7 @@ from sft_play.export.architecture import gguf_family
 from sft_play.export.weights import opened, stored_tensors
 from sft_play.model.load import load_model_config
 from sft_play.train.run import train
-from tests.jobs import make_job
+from tests.jobs import losses, make_job
 from tests.vision_models import TREES, checkpoint, config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +54,19 @@ def test_text_is_trained_and_what_sees_is_not_touched(kind, mode, tiny_model, tm
     assert len([name for name in before if not is_text(name)]) > 20  # there is a tower
     _, info = AutoModelForImageTextToText.from_pretrained(output, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.thorough)])
+def test_accumulation_does_not_change_the_loss_of_a_model_that_sees(kind, tiny_model, tmp_path):
+    """Their classes in transformers say `accepts_loss_kwargs = False`, which is about their own loss."""
+    base, curves = checkpoint(kind, tmp_path / kind, tiny_model), []
+    for rows in (16, 4):
+        job = make_job(base, tmp_path / "runs", str(rows), mode="full", max_steps=2, batch_size=rows)
+        assert job.plan.batch.accumulation == 16 // rows
+        train(job)
+        curves.append(losses(job))
+    for whole, parts in zip(*curves, strict=True):
+        assert parts == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_model_that_attends_to_images_in_layers_of_their_own_is_refused_in_words(tiny_model, tmp_path):

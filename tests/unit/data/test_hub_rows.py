@@ -6,16 +6,18 @@ A folder stands for the repository: `datasets` reads both by the same builder.
 import json
 import shutil
 
+import datasets
 import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.data import hub_rows, sources
-from sft_play.data.hub_rows import load_hub_rows
+from sft_play.data.hub_rows import HubRows, load_hub_rows
 from sft_play.data.inventory import UNUSED, inventory
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import fingerprint, open_inputs, open_source
 from sft_play.errors import DataError
+from tests.pictures import drawn, encoded
 
 KEY = "data.train_path"
 
@@ -90,6 +92,8 @@ def test_a_change_of_the_repository_changes_the_fingerprint_of_streamed_rows(as_
 
 def test_a_stream_that_breaks_names_the_row(repository):
     class Broken:
+        features = None
+
         def __iter__(self):
             yield {"text": "one"}
             raise ConnectionError("the connection was closed")
@@ -127,3 +131,17 @@ def test_a_validation_split_is_validation_data_unless_the_config_names_other_row
     unused = {"org/name": {UNUSED: ["validation", "odd"]}}
     assert found(train_path="org/name", val_path=own) == ([("train", "train"), ("val", "")], unused)
     assert found(sources=[{"path": "org/name", "split": "odd"}]) == ([("train", "odd")], {})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_images_are_not_decoded(streams):
+    content = encoded(drawn(9, 9))
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "images": datasets.List(datasets.Image())}
+    )
+    rows = datasets.Dataset.from_dict(
+        {"question": ["q"] * 3, "images": [[{"bytes": content, "path": None}]] * 3}, features
+    )
+    source = rows.to_iterable_dataset() if streams else rows
+    found = list(HubRows("org/name", source, "1", 3))
+    assert [row["images"][0]["bytes"] for row in found] == [content] * 3

@@ -42,7 +42,7 @@ def texts(dataset, tokenizer):
 
 def test_rows_have_ids_labels_and_length_and_answers_are_learned(run, make_tokenizer):
     data = run([{"question": "What?", "answer": "Four."}] + rows(19))
-    assert data.train.column_names == ["input_ids", "labels", "length"]
+    assert data.train.column_names == ["input_ids", "labels", "length", "pictures"]
     for row in data.train:
         assert row["length"] == len(row["input_ids"]) == len(row["labels"])
         assert row["labels"][0] == IGNORED
@@ -140,11 +140,11 @@ def test_other_code_or_another_version_of_a_library_tokenizes_anew(run, monkeypa
     seen, real = {run(rows(20)).cache_path}, fingerprints._version
     monkeypatch.setattr(fingerprints, "_version", lambda name: "99" if name == "tokenizers" else real(name))
     seen.add(run(rows(20)).cache_path)
-    data, read = module.SOURCES
-    for other in ((tmp_path, read), (data, tmp_path)):
+    data, read, images = module.SOURCES
+    for other in ((tmp_path, read, images), (data, tmp_path, images), (data, read, tmp_path)):
         monkeypatch.setattr(module, "SOURCES", other)
         seen.add(run(rows(20)).cache_path)
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_what_does_not_change_the_rows_finds_the_cache(run, write_rows, make_tokenizer):

@@ -168,8 +168,8 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
         ),
         ({"messages": [USER, {"role": "assistant", "content": [["a"]]}]}, "messages[1].content[0] is a list"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT]},
-            "images and audio are not supported",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}, ASSISTANT]},
+            "video and audio are not supported",
         ),
         (
             {"messages": [{"role": "wizard", "content": "q"}]},

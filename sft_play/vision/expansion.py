@@ -1,0 +1,116 @@
+"""The tokens of pictures in a row: in its text, where the template wrote a placeholder, and in its ids."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from sft_play.errors import DataError
+from sft_play.rows.images import MARK
+from sft_play.vision.families import Recipe
+from sft_play.vision.types import Picture, pictures_of
+
+IGNORED = -100
+Span = tuple[int, int]
+
+
+def pictures_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
+    """The pictures of messages, in order; DataError if they are references, whose files are not looked at."""
+    found = list(chain.from_iterable(message.get("images", ()) for message in messages))
+    if not all(isinstance(one, dict) for one in found):
+        raise DataError("images are read in rows for training alone; a prompt cannot have any yet")
+    return tuple(pictures_of(found))
+
+
+def expanded(
+    recipe: Recipe | None,
+    text: str,
+    pictures: Sequence[Picture],
+    spans: Sequence[Span],
+    spelled: Sequence[Span],
+) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
+    """A rendered text, and spans in it, with what the model reads for each picture.
+
+    That is in place of what the template wrote for it, its placeholder. A template that takes no images has
+    left marks. Placeholders that are spelled as ordinary text stay.
+
+    Raises:
+        ValueError: there are more or fewer placeholders than pictures.
+    """
+    if recipe is None:
+        if pictures:
+            raise ValueError("images cannot be read here")
+        return text, tuple(spans), tuple(spelled)
+    marked = MARK in text and bool(pictures)
+    pattern = MARK if marked else re.escape(recipe.family.placeholder)
+    begins = {begin for begin, _ in spelled}
+    places = [found.span() for found in re.finditer(pattern, text) if found.start() not in begins]
+    if len(places) != len(pictures):
+        raise ValueError(
+            f"the rendered text has {len(places)} places for images ({recipe.family.placeholder}), and the "
+            f"row has {len(pictures)} images: no text may have this token, and the chat template has to "
+            "write it for each"
+        )
+    write = recipe.family.bare_text if marked else recipe.family.text
+    pieces, moves, at, moved = list[str](), [0], 0, 0
+    for (begin, end), picture in zip(places, pictures, strict=True):
+        new = write(picture.fit)
+        pieces += [text[at:begin], new]
+        at, moved = end, moved + len(new) - (end - begin)
+        moves.append(moved)
+    ends = [end for _, end in places]
+
+    def shifted(span: Span) -> Span:
+        return span[0] + moves[bisect_right(ends, span[0])], span[1] + moves[bisect_right(ends, span[1])]
+
+    whole = "".join([*pieces, text[at:]])
+    return whole, tuple(map(shifted, spans)), tuple(map(shifted, spelled))
+
+
+def repeated(
+    recipe: Recipe | None,
+    ids: np.ndarray,
+    labels: np.ndarray,
+    pictures: Sequence[Picture],
+    *,
+    whole: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels, [tokens], with each image token of an expanded text as often as the model needs it.
+
+    Image tokens carry no loss. Unless `whole`, the text was cut, and so may have fewer.
+
+    Raises:
+        ValueError: an image token stands in a text of the row.
+    """
+    if recipe is None:
+        return ids, labels
+    places = np.flatnonzero(ids == recipe.image_token_id)
+    runs = [run for picture in pictures for run in recipe.family.runs(picture.fit)]
+    if len(places) > len(runs) or (whole and len(places) < len(runs)):
+        raise ValueError(
+            f"the row has {len(places)} tokens {recipe.family.image} in place of {len(runs)}: it stands for "
+            "images, so no text may have it; data.control_tokens=escape spells it as ordinary text"
+        )
+    if not runs:
+        return ids, labels
+    counts = np.ones(len(ids), np.int64)
+    counts[places] = runs[: len(places)]
+    labels = labels.copy()
+    labels[places] = IGNORED
+    return np.repeat(ids, counts), np.repeat(labels, counts)
+
+
+def cut_before(
+    recipe: Recipe | None, ids: np.ndarray, pictures: Sequence[Picture], limit: int
+) -> tuple[int, tuple[Picture, ...]]:
+    """Where to cut a row to at most `limit` tokens, not within a picture, and the pictures before that."""
+    if recipe is None or not pictures:
+        return limit, ()
+    places = np.flatnonzero(ids == recipe.image_token_id)
+    last = np.cumsum([picture.fit.tokens for picture in pictures]) - 1
+    kept = int(sum(end < len(places) and places[end] < limit for end in last))
+    first = last[kept - 1] + 1 if kept else 0
+    return min([limit, *places[first : first + 1].tolist()]), tuple(pictures[:kept])

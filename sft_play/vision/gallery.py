@@ -1,0 +1,168 @@
+"""References in rows -> pictures: files are found, sizes read, and bytes kept that no file has."""
+
+import base64
+import binascii
+import hashlib
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
+
+from PIL import __version__ as PIL_VERSION
+
+from sft_play.errors import DataError, first_line
+from sft_play.files import read_whole, write_atomic
+from sft_play.rows.formats import Conversation
+from sft_play.rows.images import MARK, Message, Reference
+from sft_play.units import format_bytes
+from sft_play.vision.decoding import MAX_BYTES, size_of
+from sft_play.vision.families import Recipe
+from sft_play.vision.types import Picture
+
+FOLDER = "pictures"  # of prepared rows: what has no file of its own
+URL_SECONDS, URL_BYTES, PART_BYTES = 30.0, 32 << 20, 1 << 16
+WEB = ("http", "https")
+TEXT_ALONE = "this model learns from text alone"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Where the pictures of rows may come from, and where they are kept."""
+
+    recipe: Recipe | str = TEXT_ALONE
+    """How the model takes them, or why it takes none."""
+    allowed: Path | None = None
+    """The folder that their files have to be in; None: they are in none."""
+    base: Path | None = None
+    """The folder that paths are relative to; None: that of the file of the row."""
+    allow_urls: bool = False
+    kept: Path = Path()
+    """The folder of the prepared rows."""
+
+    @property
+    def key(self) -> list[str] | None:
+        """What pictures depend on besides the rows; None if there can be none."""
+        if isinstance(self.recipe, str):
+            return None
+        places = (place and place.resolve() for place in (self.allowed, self.base))
+        return [repr(self.recipe), *map(str, places), str(self.allow_urls)]
+
+    def located(self, row: Conversation, file: str) -> Conversation:
+        """The conversation, of a row in `file`, with pictures in place of references.
+
+        Raises:
+            DataError: a picture cannot be used, or the model learns from text alone; names the row.
+        """
+        if not any("images" in message for message in row.messages):
+            return row
+        return replace(row, messages=tuple(self._located(each, row.source, file) for each in row.messages))
+
+    def _located(self, message: Message, source: str, file: str) -> Message:
+        if "images" not in message:
+            return message
+        if isinstance(self.recipe, str):
+            raise DataError(f"{source}: the row has images, and {self.recipe}")
+        found = []
+        for one in message["images"]:
+            try:
+                found.append(asdict(self._picture(one, file, self.recipe)))
+            except (OSError, ValueError) as problem:
+                said = getattr(problem, "strerror", None) or first_line(problem)
+                raise DataError(f"{source}: image {_shown(one)} cannot be used: {said}") from None
+        if message["content"].count(MARK) != len(found):
+            raise DataError(f"{source}: a text has the character U+FDD2, which stands for images here")
+        return {**message, "images": found}
+
+    def _picture(self, reference: Reference, file: str, recipe: Recipe) -> Picture:
+        scheme = urlsplit(reference[:100]).scheme if isinstance(reference, str) else "bytes"
+        path = None
+        if isinstance(reference, bytes):
+            content = reference
+        elif scheme == "data":
+            content = _of_data_url(reference)
+        elif scheme in WEB:
+            if not self.allow_urls:
+                raise ValueError("it would be downloaded; to allow that, set data.allow_urls=true")
+            content = downloaded(reference)
+        else:
+            path = self._file(reference.removeprefix("file://"), file)
+            content = read_whole(path, MAX_BYTES)
+        height, width = size_of(content)
+        fit = recipe.fit(height, width)
+        name = str(path) if path else self._keep(content)
+        return Picture(name, len(content), height, width, fit)
+
+    def _file(self, name: str, file: str) -> Path:
+        if self.allowed is None:
+            raise ValueError(f"it is a path, and {file} is in no folder; set data.image_folder")
+        path = ((self.base or Path(file).parent) / name).resolve()
+        if not path.is_relative_to(self.allowed.resolve()):
+            raise ValueError(
+                f"it is not in {self.allowed}; files elsewhere are allowed by their folder, data.image_folder"
+            )
+        return path
+
+    def _keep(self, content: bytes) -> str:
+        """Writes a picture into the folder of the prepared rows, once; returns its path there."""
+        digest = hashlib.sha256(content).hexdigest()[:32]
+        name = f"{FOLDER}/{digest[:2]}/{digest}"
+        if not (self.kept / name).exists():
+            (self.kept / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.kept / name, content, flush=False)
+        return name
+
+
+def described(recipe: Recipe | str) -> dict[str, Any] | None:
+    """What decodes the pictures of prepared rows, for their manifest."""
+    if isinstance(recipe, str):
+        return None
+    return {"backend": f"Pillow {PIL_VERSION}", "processor": recipe.processor, "settings": recipe.settings}
+
+
+def _shown(reference: Reference) -> str:
+    if isinstance(reference, bytes):
+        return f"of {len(reference):,} bytes"
+    return repr(reference if len(reference) <= 100 else f"{reference[:60]}...")
+
+
+def _of_data_url(url: str) -> bytes:
+    """What a data: URL holds; ValueError if it is none."""
+    head, comma, body = url.partition(",")
+    try:
+        content = unquote_to_bytes(body)
+        return base64.b64decode(content, validate=True) if head.endswith(";base64") else content
+    except binascii.Error as error:
+        raise ValueError(f"its data: URL is damaged: {error}") from None
+
+
+class _OnlyWeb(HTTPRedirectHandler):
+    """Follows redirects within the web: to no file, and to no other protocol."""
+
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Request | None:
+        if urlsplit(newurl).scheme not in WEB:
+            raise URLError(f"it is redirected to {newurl[:100]}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def downloaded(url: str) -> bytes:
+    """The content of a URL of the web, within URL_SECONDS and URL_BYTES.
+
+    Raises:
+        ValueError: it takes longer, or is larger.
+        OSError: it cannot be had.
+    """
+    opener: OpenerDirector = build_opener(ProxyHandler(), _OnlyWeb())
+    started, content = time.monotonic(), bytearray()
+    with opener.open(Request(url, headers={"User-Agent": "sft-play"}), timeout=URL_SECONDS) as answer:
+        while part := answer.read1(PART_BYTES):
+            content += part
+            if len(content) > URL_BYTES:
+                raise ValueError(f"it is larger than {format_bytes(URL_BYTES)}")
+            if time.monotonic() - started > URL_SECONDS:
+                raise ValueError(f"it takes longer than {URL_SECONDS:g} s")
+    return bytes(content)

@@ -1,0 +1,59 @@
+"""Messages as a chat template takes them: some take texts, some lists of parts, those for images both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sft_play.rows.images import MARK, Message
+from sft_play.upstream.transformers import compiled_template
+
+WORD = "question"
+PARTS = [{"type": "image"}, {"type": "text", "text": WORD}]
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What the content of a message may be for a chat template."""
+
+    texts: bool = True
+    parts: bool = False
+
+
+@cache
+def takes(template: str) -> Takes:
+    """What a template renders; those that do not speak of images are not tried.
+
+    Some of the others, such as that of SmolVLM, write nothing for a text.
+    """
+    if "image" not in template:
+        return Takes()
+    text, parts = (_rendered(template, content) for content in (WORD, PARTS))
+    return Takes(WORD in text or WORD not in parts, WORD in parts and "'type'" not in parts)
+
+
+def _rendered(template: str, content: Any) -> str:
+    try:
+        return compiled_template(template).render(messages=[{"role": "user", "content": content}])
+    except Exception:  # a template makes Python raise anything
+        return ""
+
+
+def for_template(messages: Sequence[Message], template: str) -> list[Message]:
+    """The messages with parts in place of marks, or of any text, where the template takes them."""
+    known = takes(template)
+    return [
+        _in_parts(message) if known.parts and ("images" in message or not known.texts) else message
+        for message in messages
+    ]
+
+
+def _in_parts(message: Message) -> Message:
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(
+        message["content"].split(MARK) if "images" in message else [message["content"]]
+    ):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text else []
+    rest = {key: value for key, value in message.items() if key != "images"}
+    return {**rest, "content": parts or [{"type": "text", "text": ""}]}

@@ -1,0 +1,26 @@
+"""The pictures of prepared rows, for a person."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from sft_play.vision.families import Recipe
+from sft_play.vision.types import pictures_of
+
+
+def picture_lines(cell: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each picture of a row: its size, and what becomes of it."""
+    return [
+        f"  image {number}: {one.width} x {one.height} pixels, resized to {one.fit.width} x "
+        f"{one.fit.height}: {one.fit.tokens} tokens ({PurePath(one.path).name})"
+        for number, one in enumerate(pictures_of(cell), 1)
+    ]
+
+
+def each_once(
+    recipe: Recipe | None, ids: Sequence[int], labels: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Ids and labels of a row with one token in place of image tokens that follow each other."""
+    repeated = recipe.image_token_id if recipe else None
+    kept = [at for at, token in enumerate(ids) if token != repeated or at == 0 or ids[at - 1] != token]
+    return [ids[at] for at in kept], [labels[at] for at in kept]
