@@ -80,6 +80,8 @@ def encode(
 def _with_texts_of_pictures(chat: Chat, row: Conversation, rendered: RenderedRow) -> RenderedRow:
     """The rendered row with what the model reads for each of its pictures."""
     pictures = pictures_in(row.messages[: rendered.messages])
+    if chat.recipe is None and not pictures:
+        return rendered
     spans = rendered.supervised, rendered.spelled
     try:
         text, supervised, spelled = expanded(chat.recipe, rendered.text, pictures, *spans)
@@ -90,6 +92,8 @@ def _with_texts_of_pictures(chat: Chat, row: Conversation, rendered: RenderedRow
 
 def _with_image_tokens(chat: Chat, source: str, row: Tokens, pictures: tuple[Picture, ...] = ()) -> Tokens:
     """The row with as many tokens for each picture as the model needs; of a beginning, for those in it."""
+    if chat.recipe is None:
+        return row
     whole = chat.max_tokens is None or len(row.input_ids) <= chat.max_tokens
     try:
         ids, labels = repeated(chat.recipe, row.input_ids, row.labels, pictures, whole=whole)

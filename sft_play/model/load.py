@@ -288,8 +288,8 @@ def load_data(
     )
     if rows.recipe is not None and not shows:
         raise ConfigError(
-            "the rows have images, which can be prepared and counted (`make prepare SHOW=1`), but not yet "
-            "trained on; train on rows of text"
+            f"the rows have images, which can be prepared and counted (`{make('prepare', SHOW=1)}`), but not "
+            "yet trained on; train on rows of text"
         )
     largest = rows.stats["largest_token_id"]
     if largest >= known:

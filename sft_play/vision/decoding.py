@@ -65,6 +65,8 @@ def _seems_whole(image: Image.Image, content: bytes) -> bool:
     if image.format == "PNG":
         Image.open(BytesIO(content), formats=FORMATS).verify()
         return True
+    if image.format == "WEBP":  # its first chunk says how long all are
+        return 8 + int.from_bytes(content[4:8], "little") <= len(content)
     if image.format not in ("JPEG", "MPO"):
         return False
     place = 2

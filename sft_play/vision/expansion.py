@@ -3,7 +3,6 @@
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ Span = tuple[int, int]
 
 def pictures_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
     """The pictures of messages, in order; DataError if they are references, whose files are not looked at."""
-    found = list(chain.from_iterable(message.get("images", ()) for message in messages))
+    found = [one for message in messages if "images" in message for one in message["images"]]
     if not all(isinstance(one, dict) for one in found):
         raise DataError("images are read in rows for training alone; a prompt cannot have any yet")
     return tuple(pictures_of(found))

@@ -42,10 +42,9 @@ def _rendered(template: str, content: Any) -> str:
 def for_template(messages: Sequence[Message], template: str) -> list[Message]:
     """The messages with parts in place of marks, or of any text, where the template takes them."""
     known = takes(template)
-    return [
-        _in_parts(message) if known.parts and ("images" in message or not known.texts) else message
-        for message in messages
-    ]
+    if not known.parts:
+        return list(messages)
+    return [_in_parts(message) if "images" in message or not known.texts else message for message in messages]
 
 
 def _in_parts(message: Message) -> Message:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.integrations.neftune import activate_neftune
 
 from sft_play.choices.optimizers import make_optimizer, optimizer_state
@@ -43,6 +42,7 @@ from sft_play.sizing.trace.fake_model import (
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
+from sft_play.upstream.torch import making_real_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -226,7 +226,7 @@ def _optimizer_with_states(
     parameters = trained_parameters(model)
     recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
     recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
-    with unset_fake_temporarily():  # bitsandbytes computes tables
+    with making_real_tensors():  # bitsandbytes computes tables
         optimizer = make_optimizer(spec.optimizer, parameters)
     copied = spec.sharing.offloads and spec.device == "cuda"
     for owner in (*range(len(layers)), WHOLE_MODEL):
@@ -252,7 +252,7 @@ def update_bytes(spec: StepSpec, elements: int) -> int:
     with KeepingFakeMode(allow_non_fake_inputs=True):
         vector = torch.nn.Parameter(torch.empty(elements))
         vector.grad = torch.empty(elements)
-        with unset_fake_temporarily():
+        with making_real_tensors():
             optimizer = make_optimizer(spec.optimizer, [vector])
         optimizer.state[vector] = optimizer_state(spec.optimizer, vector, spec.device)
         recorder = _recorder(SymbolicRecorder, spec)
@@ -313,7 +313,7 @@ def make_batch(
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
     if spec.sharing.divides_tokens:
-        with unset_fake_temporarily():
+        with making_real_tensors():
             part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)
         assert part
         batch |= {"labels": None, "shift_labels": batch["labels"], KEY: part.group}
