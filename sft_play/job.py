@@ -38,6 +38,7 @@ from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, spinner
+from sft_play.vision.looks import Look
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -98,7 +99,7 @@ def prepare_job(
     hashes = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
     with part("data"):
-        loaded = load_data(config, progress=progress, hashes=hashes)
+        loaded = load_data(config, progress=progress, hashes=hashes, images="trained")
     run = open_run(config.output.dir, config.output.name, ranks.rank)
     machine = detect()
     if ranks.plan_file:
@@ -108,7 +109,7 @@ def prepare_job(
             with part("profile"):
                 ensure_profile(config, machine, processes)
         with spinner(PLANNING), part("plan"):
-            facts = DataFacts.of(loaded.rows, config)
+            facts = DataFacts.of(loaded.rows, config, Look.of(loaded.architecture))
             architecture = Architecture.of(loaded.architecture)
             request = Request(config, architecture, facts, machine, processes, machines)
             earlier = earlier_plan(config, run.path)
@@ -159,7 +160,7 @@ def request_of(job: Job) -> Request:
     return Request(
         job.config,
         Architecture.of(job.architecture),
-        DataFacts.of(job.data, job.config),
+        DataFacts.of(job.data, job.config, Look.of(job.architecture)),
         job.machine,
         plan.sharing.world_size,
         plan.sharing.machines,

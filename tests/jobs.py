@@ -1,6 +1,7 @@
 """A job on random tokenized rows, and its numbers: what the tests of the invariants start from."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from sft_play.planning.candidates.tiles import may_tile, with_tiles
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.choice import choose_plan
 from sft_play.runlog import open_run, read_metrics
+from sft_play.vision.looks import Look
 from tests.conftest import VOCABULARY, token_rows
 from tests.plans import plan_with
 
@@ -54,6 +56,8 @@ def make_job(
     kept_layers: int = 0,
     sequence_parallel_size: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
+    vision: str = "frozen",
+    data: Callable[[RunConfig], PreparedData] | None = None,
     **train,
 ) -> Job:
     """A job of a few steps; `train` overrides the train section. No probe: it would take most of the time."""
@@ -70,7 +74,7 @@ def make_job(
         {
             "model": {"name": str(model), "new_tokens": new_tokens, "dtype": dtype},
             "data": {"train_path": "generated"},
-            "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
+            "tuning": {"mode": mode, "vision": vision, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
             "parallel": {
                 "engine": engine,
@@ -82,7 +86,7 @@ def make_job(
             "output": {"name": name, "dir": str(output), "dtype": output_dtype},
         }
     )
-    data = PreparedData(
+    prepared = PreparedData(
         train=Dataset.from_list(rows or token_rows(100)),
         val=Dataset.from_list(val or token_rows(21, seed=1)),
         test=None,
@@ -91,9 +95,10 @@ def make_job(
         cache_path=output,
     )
     if rows is None:  # in epochs of 112 rows
-        data = replace(data, shares=(Share(60), Share(40, 1.3)))
-    facts = DataFacts.of(data, config)
+        prepared = replace(prepared, shares=(Share(60), Share(40, 1.3)))
+    prepared = data(config) if data else prepared
     architecture = load_model_config(config.model)
+    facts = DataFacts.of(prepared, config, Look.of(architecture))
     padding_free, width = config.train.padding_free is not False, architecture.get_text_config().hidden_size
     drafts = draft_plans(
         config,
@@ -115,7 +120,7 @@ def make_job(
         open_run(str(output), name, ranks.rank),
         architecture,
         load_tokenizer(config.model),
-        data,
+        prepared,
         detect(),
         plan,
         ranks,

@@ -1,12 +1,22 @@
 """Tiny vision-language checkpoints of real architectures with random weights, made on the spot."""
 
+import random
 import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
+from datasets import Dataset, Features
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
+from sft_play.data.store import ROWS
+from sft_play.vision.looks import Look
+from sft_play.vision.types import PICTURES, Fit, Picture
 from tests.conftest import VOCABULARY
 
 IMAGE, VIDEO, START, END = VOCABULARY - 4, VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
@@ -68,16 +78,63 @@ def config_of(kind: str, **changes: Any) -> PretrainedConfig:
     return AutoConfig.for_model(kind, **TREES[kind] | changes)
 
 
-def checkpoint(kind: str, folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Saves a model with random weights, large enough that images matter, and the tokenizer of a folder."""
+def random_model(config: PretrainedConfig, **settings: Any) -> Any:
+    """A model with random weights, large enough that images matter, and settings of `from_config`."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config_of(kind), dtype=dtype)
+    model = AutoModelForImageTextToText.from_config(config, **settings)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    model.save_pretrained(folder)
+    return model
+
+
+def checkpoint(kind: str, folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Saves a model with random weights and the tokenizer of a folder."""
+    random_model(config_of(kind), dtype=dtype).save_pretrained(folder)
     for path in tokenizer.glob("*token*"):
         shutil.copy(path, folder / path.name)
     for path in tokenizer.glob("chat_template*"):
         shutil.copy(path, folder / path.name)
     return folder
+
+
+def picture(kind: str, rng: random.Random, path: str) -> dict[str, Any]:
+    """A picture of a row, as the column `pictures` has it, of a size that no file needs to have."""
+    if kind == "qwen3_vl":
+        rows, columns = 2 * rng.randrange(1, 6), 2 * rng.randrange(1, 6)
+        fit = Fit(4 * rows, 4 * columns, rows, columns, rows * columns, rows * columns // 4)
+    else:
+        tiles = rng.randint(1, 3)
+        fit = Fit(32, 32 * tiles, int(tiles > 1), tiles - (tiles == 1), tiles, 16 * tiles)
+    return {"path": path, "size": 0, "height": fit.height, "width": fit.width, "fit": asdict(fit)}
+
+
+def picture_rows(kind: str, count: int, seed: int, images: Sequence[int] | None = None) -> Dataset:
+    """Random tokenized rows with 0 to 3 pictures each, or as many as said, anywhere before the answer."""
+    rng, rows = random.Random(seed), []
+    for number in range(count):
+        ids = [rng.randrange(3, IMAGE) for _ in range(rng.randrange(1, 6))]
+        pictures = []
+        for _ in range(rng.randint(0, 3) if images is None else images[number]):
+            one = picture(kind, rng, f"{seed} {number} {len(pictures)}")
+            pictures.append(one)
+            seen = [IMAGE] * one["fit"]["tokens"]
+            ids += [START, *seen, END] if kind == "qwen3_vl" else [*seen, rng.randrange(3, IMAGE)]
+        answer = [rng.randrange(3, IMAGE) for _ in range(rng.randrange(2, 12))]
+        labels = [-100] * len(ids) + answer
+        rows.append(
+            {"input_ids": ids + answer, "labels": labels, "length": len(labels), "pictures": pictures}
+        )
+    return Dataset.from_list(
+        rows, features=Features.from_arrow_schema(ROWS.append(pa.field("pictures", PICTURES)))
+    )
+
+
+def random_pixels(look: Look) -> Callable[[Picture], np.ndarray]:
+    """Decodes a picture to numbers that follow from its path."""
+
+    def pixels_of(one: Picture) -> np.ndarray:
+        generator = torch.Generator().manual_seed(zlib.crc32(one.path.encode()))
+        return torch.randn(one.fit.units, *look.unit_shape, generator=generator).numpy()
+
+    return pixels_of

@@ -37,6 +37,7 @@ class Traits:
     can_defer: bool = False  # gradients of divided weights may stay whole until a step's last micro-batch
     can_keep_gathered: bool = False  # weights may stay so from the forward to the backward pass
     compiles_layers: bool = True  # as `train.compile` asks for
+    takes_images: bool = False  # trains rows with images
 
     @property
     def distributes(self) -> bool:
@@ -80,6 +81,7 @@ TRAITS = {
             accelerate="single_gpu",
             distributed_type="NO",
             divides="",
+            takes_images=True,
         ),
         Traits(
             name="ddp",
@@ -88,6 +90,7 @@ TRAITS = {
             target="train-distributed",
             principle="each process holds the whole model, so more processes do not lower the peak",
             keeps_gradients=True,
+            takes_images=True,
         ),
         Traits(
             name="deepspeed_z2",
@@ -118,6 +121,7 @@ TRAITS = {
             replicates=True,
             can_defer=True,
             can_keep_gathered=True,
+            takes_images=True,
         ),
         Traits(
             name="deepspeed_z3",

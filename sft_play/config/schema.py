@@ -125,6 +125,9 @@ class TuningConfig(Section):
     """full: all weights. lora: adapters on a 16-bit base. qlora: adapters on a 4-bit (NF4, double-quantized)
     base."""
     lora: LoraSettings = LoraSettings()
+    vision: Literal["frozen", "lora", "full"] = "frozen"
+    """How tower and projector of a model that sees are trained, if rows have images: not at all, with
+    adapters (tuning.mode=lora), or in full (tuning.mode=full)."""
 
 
 class EvalConfig(Section):

@@ -1,5 +1,6 @@
 """Builds models with their weights: for full fine-tuning, LoRA and QLoRA, and to generate with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sft_play.engines.stored import looking_as_used, say_types
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model.adapters.attach import attach_adapter, load_adapter, require_fitting
-from sft_play.model.adapters.targets import CHOOSES_TOKENS, text_prefix
+from sft_play.model.adapters.targets import CHOOSES_TOKENS, parts_within
 from sft_play.model.attention import varlen
 from sft_play.model.attention.choice import generation_attention
 from sft_play.model.layers import own_passes
@@ -39,6 +40,8 @@ from sft_play.spelling import make
 from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
 from sft_play.upstream.transformers import types_apart
+from sft_play.vision.looks import trained_parts
+from sft_play.vision.models import attention_by_part, join_pictures
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
@@ -48,12 +51,14 @@ def local_device(device: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def freeze_what_gets_no_gradient(model: PreTrainedModel) -> None:
-    """Freezes vision and audio towers, and what only chooses tokens: DDP would wait for their gradients."""
-    prefix = text_prefix(model)
+def freeze_what_gets_no_gradient(model: PreTrainedModel, seeing: Sequence[str] = ()) -> None:
+    """Freezes what only chooses tokens, and vision and audio towers: DDP would wait for their gradients.
+
+    Not so `seeing` modules, which are trained on images.
+    """
+    begins = (*parts_within(model, seeing), "lm_head.")
     for name, parameter in model.named_parameters():
-        is_text = prefix is None or name.startswith((f"{prefix}.", "lm_head."))
-        if not is_text or CHOOSES_TOKENS.search(name):
+        if not name.startswith(begins) or CHOOSES_TOKENS.search(name):
             parameter.requires_grad_(False)
 
 
@@ -85,7 +90,9 @@ def load_base(
         with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
             dtype="auto" if as_stored else torch_dtype,
-            attn_implementation=varlen.library_name(attn_implementation),
+            attn_implementation=attention_by_part(
+                load_model_config(model), varlen.library_name(attn_implementation)
+            ),
             quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
             device_map=SPREAD if device == SPREAD else {"": device},
             low_cpu_mem_usage=True,
@@ -180,13 +187,15 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         own_passes.replace_forwards(model, plan.kernels)
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
+    seeing = trained_parts(model.config, config.tuning.vision)
     if config.tuning.mode == "full":
         _require_finite(model)
-        freeze_what_gets_no_gradient(model)
+        freeze_what_gets_no_gradient(model, seeing)
     else:
         autocast, ids = plan.precision.autocast != "no", [token.id for token in new_tokens(config.model)]
         with looking_as_used(model):
-            trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
+            trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids, seeing=seeing)
+    join_pictures(model)
     if plan.mlp_tile:
         tile_mlps(trained, plan.mlp_tile)
     if config.train.neftune_noise_alpha:

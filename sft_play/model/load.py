@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
@@ -31,6 +31,7 @@ from sft_play.spelling import login, make
 from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network
 from sft_play.vision.recipes import recipe_for
+from sft_play.vision.support import require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -261,12 +262,13 @@ def load_data(
     progress: bool = True,
     hashes: bool = True,
     begun: bool = False,
-    shows: bool = False,
+    images: Literal["refused", "trained", "shown"] = "refused",
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     A chat template that writes the date writes that of the day on which the run that is resumed began. With
-    `begun`, the run is one that has, whatever train.resume says. Rows with images are only shown.
+    `begun`, the run is one that has, whatever train.resume says. `images`
+    is what is done with rows that have any.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
@@ -286,11 +288,13 @@ def load_data(
     rows = prepare(
         config, tokenizer, model_limit=limit, recipe=recipe, progress=progress, hashes=hashes, day=day
     )
-    if rows.recipe is not None and not shows:
+    if images == "refused" and rows.recipe is not None:
         raise ConfigError(
-            "the rows have images, which can be prepared and counted (`make prepare SHOW=1`), but not yet "
-            "trained on; train on rows of text"
+            "the rows have images, which only training reads so far; use rows of text here (data.val_path, "
+            "data.test_path)"
         )
+    if images == "trained":
+        require_supported(config, architecture, seen=rows.recipe is not None)
     largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(

@@ -209,10 +209,17 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
         _number("tokens/s", tokens_per_second(run), "{:,.0f}".format),
         _number(f"step, {said_of(origin)}", predicted, format_duration),
         _number("step, measured", measured, format_duration),
-        _number("training time", summary.get("training_seconds"), lambda _: training_time(summary)),
+        _training_time(summary),
         _number("supervised tokens", summary.get("supervised_tokens"), format_count),
         KeyNumber("weights of", weights_step(summary) or MISSING),
     ]
+
+
+def _training_time(summary: Tree) -> KeyNumber:
+    """Without a value to compare by if it is that of a part of the run."""
+    text, seconds = training_time(summary), summary.get("training_seconds")
+    whole = text != MISSING and not summary.get("resumed_step")
+    return KeyNumber("training time", text, seconds if whole else None)
 
 
 def tokens_per_second(run: RunRecord) -> float | None:

@@ -15,6 +15,7 @@ from sft_play.parts import Activations, Precision, Sharing
 from sft_play.plan import Plan
 from sft_play.sizing.meters.product_scratch import Rules, product_scratch
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
+from sft_play.vision.types import Fit
 
 # Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of layers/cpu.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
@@ -23,7 +24,8 @@ ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as o
 TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
 OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
 SHARED = ("parts.py", "plan.py", "timeline.py", "units.py", "work.py")
-SOURCES = tuple(PACKAGE / name for name in ("choices", "engines", "sizing", "model", "upstream", *SHARED))
+ROOMS = ("choices", "engines", "sizing", "model", "upstream", "vision")
+SOURCES = tuple(PACKAGE / name for name in (*ROOMS, *SHARED))
 
 
 def step_code() -> str:
@@ -93,11 +95,18 @@ class MicroBatch:
     last: bool = True  # of its optimizer step; a first one is so only if it is alone
     held: int = 0  # tokens of the other batches that the trainer holds meanwhile
     place: int | None = None  # among those of the run, or of an evaluation, in order; None if unknown
+    fits: tuple[Fit, ...] = ()  # of the pictures of its rows, in order
+    held_units: int = 0  # patches or tiles of the other batches that the trainer holds meanwhile
 
     @property
     def tokens(self) -> int:
         """Padding included."""
         return math.prod(self.batch.shape)
+
+    @property
+    def units(self) -> int:
+        """Patches or tiles that a tower sees."""
+        return sum(fit.units for fit in self.fits)
 
     @property
     def squares(self) -> int:
@@ -133,12 +142,20 @@ class RunBatches:
     train: tuple[MicroBatch, ...] = ()
     evaluation: tuple[MicroBatch, ...] = ()
     held: int = 0  # the most tokens of batches that the trainer holds at the end of an optimizer step
+    held_units: int = 0  # as many patches or tiles
+    token_bytes: int = TOKEN_BYTES  # of a token of a batch
+    unit_bytes: int = 0  # of a patch or tile
+
+    @property
+    def most_fits(self) -> tuple[Fit, ...]:
+        """The pictures of the micro-batch of which a tower sees most."""
+        return max(self.train, key=lambda each: each.units).fits if self.train else ()
 
     def of_rank(self, ranks: int) -> "RunBatches":
         """As `MicroBatch.of_rank`."""
         train = tuple(each.of_rank(ranks) for each in self.train)
         evaluation = tuple(each.of_rank(ranks) for each in self.evaluation)
-        return RunBatches(train, evaluation, part_of(self.held, ranks))
+        return replace(self, train=train, evaluation=evaluation, held=part_of(self.held, ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +165,7 @@ class StepSpec:
     mode: str  # "full", "lora" or "qlora"
     lora: LoraSettings = LoraSettings()
     new_tokens: int = 0  # whose rows of a frozen embedding are trained beside the adapters
+    vision: str = "frozen"  # or how what sees is trained, as `tuning.vision` says
     precision: Precision = Precision()
     attention: str = "varlen_sdpa"
     activations: Activations = Activations()
@@ -174,6 +192,13 @@ class StepSpec:
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
     eval_lengths: tuple[int, ...] = ()  # as `lengths`
+    fits: tuple[Fit, ...] = ()  # of the pictures of the micro-batch
+    eval_fits: tuple[Fit, ...] = ()  # of the evaluation batch
+
+    @property
+    def method(self) -> tuple[str, LoraSettings, int, str]:
+        """What decides which weights are trained."""
+        return self.mode, self.lora, self.new_tokens, self.vision
 
     @property
     def joined(self) -> bool:
@@ -284,6 +309,7 @@ class StepSpec:
             mode=config.tuning.mode,
             lora=config.tuning.lora,
             new_tokens=0 if config.tuning.mode == "full" else len(config.model.new_tokens),
+            vision=config.tuning.vision,
             precision=plan.precision,
             attention=plan.attention,
             activations=plan.activations.traced(plan.device),
@@ -324,10 +350,15 @@ def _batches(plan: Plan, micro: MicroBatch | None, evaluated: MicroBatch | None)
     """The batches of a step, and the lengths of the sequences that are joined."""
     found: dict[str, Any] = dict(batch=_largest(plan), supervised_share=_supervised_share(plan))
     if micro:
-        found = dict(batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths)
+        found = dict(
+            batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths, fits=micro.fits
+        )
     if evaluated:
         found |= dict(
-            eval_batch=evaluated.batch, eval_share=_share(evaluated), eval_lengths=evaluated.lengths
+            eval_batch=evaluated.batch,
+            eval_share=_share(evaluated),
+            eval_lengths=evaluated.lengths,
+            eval_fits=evaluated.fits,
         )
     if not plan.rows.joined:
         return found

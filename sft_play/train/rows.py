@@ -14,6 +14,8 @@ from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.planning.candidates.batch import evaluation_batches
 
+COLUMNS = ("input_ids", "labels", "length", "pictures")
+
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -49,9 +51,15 @@ def unpacked(
     return np.concatenate(rows), np.concatenate([[0], np.cumsum(sizes)])[offsets]
 
 
+def columns_of(dataset: Dataset) -> Dataset:
+    """The columns of prepared rows that batches are made of."""
+    return dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
+
+
 def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
     """Appends a row without supervised tokens; FILLER in a schedule stands for it."""
-    row: dict[str, list] = {"input_ids": [[pad_id]], "labels": [[IGNORED]], "length": [1]}
+    row: dict[str, list] = {"input_ids": [[pad_id]], "labels": [[IGNORED]], "length": [1], "pictures": [[]]}
+    row = {name: row[name] for name in dataset.column_names}
     return concatenate_datasets([dataset, Dataset.from_dict(row, features=dataset.features)])
 
 
@@ -69,7 +77,7 @@ def training_rows(
     The data set has columns input_ids, labels and length; shares say how often each row is seen per epoch,
     None for once.
     """
-    rows = dataset.select_columns(["input_ids", "labels", "length"])
+    rows = columns_of(dataset)
     lengths, supervised = column_of(rows, "length"), count_supervised(rows)
     packs: list[list[int]] = []
     if plan.rows.packing:
@@ -107,7 +115,7 @@ def evaluation_rows(
 
     Without `rows_per_batch` (eval.batch_size), they are filled up to the plan's token budget.
     """
-    rows = dataset.select_columns(["input_ids", "labels", "length"])
+    rows = columns_of(dataset)
     lengths = column_of(rows, "length")
     groups = evaluation_batches(lengths, plan, rows_per_batch)
     sizes = [

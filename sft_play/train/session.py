@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
 from sft_play.upstream.accelerate import state_of_a_run
 from sft_play.upstream.patching import lasting
+from sft_play.vision.batches import with_pictures
+from sft_play.vision.decoding import pixels
+from sft_play.vision.looks import Look
+from sft_play.vision.support import require_planned
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         numbers=reporter.shown,
         train_dataset=rows.dataset,
         eval_dataset=validation.dataset if validation else None,
-        data_collator=_collator(job, rows),
+        data_collator=_collator(job, rows, always=config.tuning.vision != "frozen"),
         eval_collator=_collator(job, validation) if validation else None,
         engine=engine,
         activations=plan.activations.traced(plan.device),
@@ -180,11 +185,17 @@ def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> 
         parameter.data = parameter.data.to(dtype)
 
 
-def _collator(job: Job, batches: MicroBatches) -> Collator:
-    pad_id = job.tokenizer.pad_token_id
+def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Collator:
+    """With images, and `always`, each micro-batch has one."""
+    pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, Look.of(job.architecture)
+    if recipe:
+        require_planned(job.plan)
     if not job.plan.rows.joined:
         return padded_micro_batches(batches.rows, pad_id)
     joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
+    if recipe and look:
+        decode = partial(pixels, recipe=recipe, folder=job.data.cache_path)
+        return with_pictures(joined, batches.rows, look, decode, always=always)
     part = part_of_group(*_division(job))
     return divided_micro_batches(joined, part, pad_id) if part else joined
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +150,16 @@ def is_fake(tensor: Any) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def making_real_tensors() -> AbstractContextManager[Any]:
+    """In the block, tensors are real, also where a trace makes fake ones.
+
+    What makes this unnecessary: a public name (2.13 has none).
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def schema_of(operation: Any) -> Any:

@@ -1,14 +1,17 @@
 """What we change in transformers, and take of its private parts."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sft_play.upstream.patching import lasting, patched
 
 if TYPE_CHECKING:
     import torch
+
+UNCHECKED = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of transformers' own environment variables
 
 
 @contextmanager
@@ -172,3 +175,38 @@ def save_from(model: Any, weights: Any) -> None:
     """
     model._hf_hook = SimpleNamespace(weights_map=weights)
     model.hf_device_map = {"": "disk"}
+
+
+def deepstack_added_by(text: Any, function: Callable[..., Any]) -> None:
+    """Lets a decoder of Qwen3-VL add the features of pictures to its first layers' results by this function.
+
+    Its own way makes tensors whose sizes depend on data, which no trace can follow (5.23). What makes this
+    unnecessary: a `masked_scatter` there.
+    """
+    text._deepstack_process = function
+
+
+def features_made_by(model: Any, function: Callable[..., Any]) -> None:
+    """Lets a model of Idefics3's kind make the features of tiles by this function of itself and them.
+
+    Its own drops tiles that are zeros, for which it looks into data (5.23). What makes this unnecessary: a
+    way to say that all are to be seen.
+    """
+    model.get_image_features = MethodType(function, model)
+
+
+@contextmanager
+def features_unchecked() -> Iterator[None]:
+    """In the block, nobody counts image tokens to compare them with features.
+
+    A trace has no tokens to count (5.23). What makes this unnecessary: a check that skips fake tensors.
+    """
+    before = os.environ.get(UNCHECKED)
+    os.environ[UNCHECKED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[UNCHECKED]
+        else:
+            os.environ[UNCHECKED] = before

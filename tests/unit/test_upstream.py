@@ -78,7 +78,6 @@ CALLED = {
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
-    "transformers.models.gemma.modeling_gemma:GemmaRMSNorm._norm": "x",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param": "param device",
@@ -86,6 +85,9 @@ CALLED = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:nn.Parameter": "data requires_grad",
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLTextModel._deepstack_process": "hidden_states "
+    "visual_pos_masks visual_embeds",
+    "transformers.models.smolvlm.modeling_smolvlm:SmolVLMModel.get_image_features": "pixel_values",
     "trl:SFTTrainer._load_best_model": "",
     "trl:SFTTrainer._load_from_checkpoint": "resume_from_checkpoint model",
     "trl:SFTTrainer._save_optimizer_and_scheduler": "output_dir",
@@ -345,12 +347,11 @@ OPERATIONS = {
 OUTSIDE = {
     "the trace works inside of PyTorch's dispatcher and FSDP2, and is nothing else": (
         "sizing/recording/fake_results.py sizing/recording/recorder.py sizing/trace/sharded.py "
-        "sizing/trace/trace.py sizing/trace/zero3.py model/layers/stand_in.py"
+        "sizing/trace/zero3.py"
     ),
     "a subclass of the library's overrides its methods, which cannot be elsewhere": (
         "train/trainer.py launch/rendezvous.py"
     ),
-    "the code of a module is compared, and its private method is a part of it": "model/layers/liger.py",
 }
 
 

@@ -22,7 +22,7 @@ from sft_play.model.adapters.targets import (
     is_within,
     kept_by_peft,
     modules_to_save,
-    text_prefix,
+    parts_within,
 )
 from sft_play.model.architecture.shape import require_quick_patterns, without_weights
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
@@ -38,8 +38,10 @@ LAYERS_WITHIN = re.compile(r"\(\n.*\n\)", re.DOTALL)  # of a module that they sh
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
 
-def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int] = ()) -> LoraConfig:
-    """PEFT's config of the adapter.
+def lora_config(
+    lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int] = (), seeing: Sequence[str] = ()
+) -> LoraConfig:
+    """PEFT's config of the adapter, which has layers of the text part, and of `seeing` modules.
 
     Raises:
         ConfigError: a setting does not work with fused experts, contradicts modules_to_save, or is a pattern
@@ -47,7 +49,7 @@ def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[in
     """
     require_quick_patterns(lora, (name for name, _ in model.named_modules()))
     besides = _trained_besides(lora, model, new_ids)
-    targets = _targets(lora, model, besides["modules_to_save"] or [])
+    targets = _targets(lora, model, besides["modules_to_save"] or [], seeing)
     if targets.experts and (lora.dropout or lora.use_dora or lora.init != "default"):
         setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
         setting = setting if lora.init == "default" else f"init={lora.init}"
@@ -55,7 +57,7 @@ def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[in
             f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
             "out, or list the other layers in tuning.lora.target_modules"
         )
-    prefix = text_prefix(model) if lora.target_modules != "auto" else None
+    begins = "|".join(map(re.escape, parts_within(model, seeing))) if lora.target_modules != "auto" else ""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -63,7 +65,7 @@ def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[in
         lora_dropout=lora.dropout,
         target_modules=list(targets.modules),
         target_parameters=list(targets.experts) or None,
-        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix else None,
+        exclude_modules=f"(?!{begins}).*" if begins else None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,
@@ -75,10 +77,12 @@ def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[in
     return config
 
 
-def _targets(lora: LoraSettings, model: PreTrainedModel, whole: Sequence[str]) -> Targets:
+def _targets(
+    lora: LoraSettings, model: PreTrainedModel, whole: Sequence[str], seeing: Sequence[str]
+) -> Targets:
     """What gets an adapter, apart from the modules that are trained whole."""
     if lora.target_modules == "auto":
-        targets = auto_targets(model, whole)
+        targets = auto_targets(model, whole, seeing)
         if not targets.modules and not targets.experts:
             raise ConfigError(
                 f"tuning.lora.modules_to_save: {', '.join(whole)} holds every layer that could be adapted; "
@@ -133,17 +137,23 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def attach_adapter(
-    model: PreTrainedModel, lora: LoraSettings, *, autocast: bool = False, new_ids: Sequence[int] = ()
+    model: PreTrainedModel,
+    lora: LoraSettings,
+    *,
+    autocast: bool = False,
+    new_ids: Sequence[int] = (),
+    seeing: Sequence[str] = (),
 ) -> PeftModel:
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
-    With `autocast`, every forward pass will run under it. The rows of `new_ids` are trained too.
+    With `autocast`, every forward pass will run under it. The rows of `new_ids` are trained too. Of a model
+    that sees, `seeing` modules have adapters too.
 
     Raises:
         ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
             head; the message says what would do. Or something else cannot be trained.
     """
-    config = lora_config(lora, model, new_ids)
+    config = lora_config(lora, model, new_ids, seeing)
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:

@@ -50,10 +50,18 @@ def text_prefix(model: "PreTrainedModel") -> str | None:
     return next(name for name, module in model.named_modules() if module is decoder)
 
 
-def auto_targets(model: "PreTrainedModel", whole: Sequence[str] = ()) -> Targets:
-    """The layers and experts of the text part that get an adapter by default, outside of `whole` modules."""
+def parts_within(model: "PreTrainedModel", seeing: Sequence[str] = ()) -> tuple[str, ...]:
+    """How the names of modules begin that may have an adapter."""
     prefix = text_prefix(model)
-    inside = f"{prefix}." if prefix else ""
+    return tuple(f"{part}." for part in (prefix, *seeing)) if prefix else ("",)
+
+
+def auto_targets(model: "PreTrainedModel", whole: Sequence[str] = (), seeing: Sequence[str] = ()) -> Targets:
+    """The layers and experts that get an adapter by default, outside of `whole` modules.
+
+    They are those of the text part, and of `seeing` modules of a model that sees.
+    """
+    inside = parts_within(model, seeing)
     matrices = [name for name, weight in fused_experts(model) if weight.dim() == 3 and weight.shape[0] > 1]
     experts = tuple(name for name in matrices if name.startswith(inside) and not is_within(name, whole))
     left_out = {id(model.get_output_embeddings())}

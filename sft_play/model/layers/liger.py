@@ -11,6 +11,7 @@ after liger_kernel 0.8: ops/rms_norm.py, ops/rope.py, ops/swiglu.py, ops/geglu.p
 """
 
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -95,17 +96,19 @@ def forward_for(module: torch.nn.Module) -> Callable[..., torch.Tensor] | None:
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return None
-    if _same(kind, GemmaRMSNorm, "forward", "_norm"):
+    if _same(kind, GemmaRMSNorm):
         return offset_norm_forward
-    if not _same(kind, LlamaMLP, "forward"):
+    if not _same(kind, LlamaMLP):
         return None
     if isinstance(module.act_fn, (SiLUActivation, SiLU)):
         return swiglu_forward
     return geglu_forward if isinstance(module.act_fn, GELUTanh) else None
 
 
-def _same(kind: object, known: object, *names: str) -> bool:
-    """Whether functions of a class, by their names, have the code of those of a known one."""
+def _same(kind: type, known: type) -> bool:
+    """Whether a class computes by the code of a known one, however its modules are made and said."""
+    own = [name for name, value in vars(known).items() if isfunction(value)]
+    names = set(own) - {"__init__", "extra_repr"}
     return all(same_code(getattr(kind, name, None), getattr(known, name)) for name in names)
 
 

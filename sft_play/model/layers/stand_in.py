@@ -1,15 +1,14 @@
 """How a function that takes a kernel's place in a trace reports the kernel's work."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_play.upstream.torch import active_modes
 
 
-class Counts(TorchDispatchMode):
-    """A mode under which kernels are counted that do not run."""
+class Counts(ABC):
+    """What a mode is, too, under which kernels are counted that do not run."""
 
     @abstractmethod
     def kernel(self, kind: int, dtype: torch.dtype, m: float, n: float, k: float, moved: float) -> None:

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.parts import flat
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.planning.allowed import candidates, estimator_of
+from sft_play.planning.allowed import candidates, estimator_of, leanest_that_may_fit
 from sft_play.planning.answers.kept import kept
 from sft_play.planning.candidates.drafts import leanest
 from sft_play.planning.candidates.sequence import group_sizes
@@ -207,11 +207,11 @@ def _plan_of(request: Request, *, tight: bool) -> Plan:
 def _use(request: Request, tried: Tried) -> float:
     """The share of its budget that a process takes with the engine that takes least; of all if none fits.
 
-    Infinite if the weights alone are too much for each engine.
+    Infinite if weights, gradients and states alone are too much for each engine.
     """
     estimate = estimator_of(request)
     of_engine: dict[Engine, list[Plan]] = {}
-    for draft in leanest(candidates(request)):
+    for draft in leanest_that_may_fit(request):
         of_engine.setdefault((draft.sharing.engine, draft.sharing.replicas), []).append(draft)
     order = {engine: place for place, engine in enumerate(tried.best_first)}
     shares: dict[Engine, float] = {}

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from sft_play.sizing.estimate.micro_batches import front
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
 from sft_play.ui.console import warn
+from sft_play.vision.fits import RowFits, fits_of_rows
+from sft_play.vision.looks import Look
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
@@ -52,6 +55,10 @@ class RowSizes:
     spans: np.ndarray | None = None  # as `supervised_spans` has them
     eval_spans: np.ndarray | None = None
     left_out: str = ""  # how many rows were left out as not valid, and which file lists them
+    fits: np.ndarray | None = None  # of all pictures, as `fits_of_rows` has them; None without any
+    fits_from: np.ndarray | None = None
+    eval_fits: np.ndarray | None = None
+    eval_fits_from: np.ndarray | None = None
 
     @classmethod
     def of(cls, data: "PreparedData") -> "RowSizes":
@@ -71,6 +78,8 @@ class RowSizes:
             spans,
             eval_spans,
             "; ".join(dropped_lines(data.cache_path, data.stats)),
+            *fits_of_rows(rows),
+            *((None, None) if val is None else fits_of_rows(val)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -108,16 +117,19 @@ class DataFacts:
     parts_from: np.ndarray | None = None  # where those of each entry begin
     spans: np.ndarray | None = None  # as `supervised_spans` has them: of each entry, or of each of the parts
     eval_spans: np.ndarray | None = None
+    pictures: RowFits = RowFits()
+    eval_pictures: RowFits = RowFits()
     _known: dict[Any, RunBatches] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
-    def of(cls, data: "PreparedData", config: RunConfig) -> "DataFacts":
-        """The facts of tokenized rows."""
-        return cls.of_sizes(RowSizes.of(data), config)
+    def of(cls, data: "PreparedData", config: RunConfig, look: Look | None = None) -> "DataFacts":
+        """The facts of tokenized rows, and of their pictures for a model with this look."""
+        return cls.of_sizes(RowSizes.of(data), config, look)
 
     @classmethod
-    def of_sizes(cls, data: RowSizes, config: RunConfig) -> "DataFacts":
-        """The facts of rows of these sizes."""
+    def of_sizes(cls, data: RowSizes, config: RunConfig, look: Look | None = None) -> "DataFacts":
+        """The facts of rows of these sizes, and of their pictures for a model with this look."""
+        always = look is not None and data.fits is not None and config.tuning.vision != "frozen"
         lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
         weights = row_weights(shares)
@@ -145,6 +157,8 @@ class DataFacts:
             parts_from=parts_from,
             spans=spans,
             eval_spans=data.eval_spans,
+            pictures=RowFits(data.fits, data.fits_from, look.smallest if look and always else None),
+            eval_pictures=RowFits(data.eval_fits, data.eval_fits_from),
         )
 
     @classmethod
@@ -217,13 +231,18 @@ class DataFacts:
         self, schedule: Schedule, split: BatchSplit, padding_free: bool, ranks: int
     ) -> RunBatches:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
+        units = schedule.sums(self.pictures.units(len(self.lengths)))
+        if smallest := self.pictures.smallest:
+            tokens = tokens + smallest.tokens * (units == 0)
+            units = np.where(units == 0, smallest.units, units)
         later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
         held = _held(tokens, split)
         carried = OWN_TOKEN * tokens + held - tokens
         supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
         columns = [tokens, supervised, later | (split.accumulation == 1), carried]
+        held_units = _held(units, split)
         if padding_free:
-            columns.append(schedule.sums(self._squares))
+            columns += [schedule.sums(self._squares), units, held_units - units]
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
         latest = len(table) - 1 - front(table[::-1])  # of equals, that in which states exist most likely
@@ -234,7 +253,7 @@ class DataFacts:
             )
             for index in latest
         )
-        return RunBatches(tuple(found), held=int(held.max()))
+        return RunBatches(tuple(found), held=int(held.max()), held_units=int(held_units.max()))
 
     def _supervised_of_rank(self, schedule: Schedule, ranks: int) -> np.ndarray:
         """Supervised tokens of each micro-batch, of the rank that has most of them, [micro-batches]."""
@@ -260,7 +279,7 @@ class DataFacts:
         return np.add.reduceat(self.parts.astype(np.int64) ** 2, self.parts_from)
 
     def _micro_batch(self, rows: np.ndarray, sizes: np.ndarray, padding_free: bool) -> MicroBatch:
-        tokens, supervised, later, carried, *_ = sizes.tolist()
+        tokens, supervised, later, carried, *rest_of = sizes.tolist()
         rest: dict[str, Any] = dict(first=not later, held=carried - OWN_TOKEN * tokens)
         if not padding_free:
             return MicroBatch(PaddedRows(len(rows), tokens // len(rows)), supervised, **rest)
@@ -269,6 +288,10 @@ class DataFacts:
             ends = np.append(self.parts_from[1:], len(self.parts))
             own = [self.parts[self.parts_from[row] : ends[row]] for row in rows]
             lengths = tuple(np.concatenate(own).tolist())
+        fits, smallest = self.pictures.of(rows), self.pictures.smallest
+        if smallest and not fits:
+            fits, lengths = (smallest,), (*lengths, smallest.tokens)
+        rest |= dict(fits=fits, held_units=rest_of[-1])
         return MicroBatch(JoinedRows(tokens), supervised, lengths, **rest)
 
     def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
@@ -302,13 +325,17 @@ class DataFacts:
                 if plan.sharing.divides_tokens and self.eval_spans is not None:
                     spans, begins = self.eval_spans[rows], np.zeros(1, dtype=np.int64)
                     supervised = int(most_of_a_rank(lengths, spans, begins, plan.sharing.sequence_ranks)[0])
-                found.append(MicroBatch(joined, supervised, tuple(lengths.tolist())))
+                fits = self.eval_pictures.of(rows)
+                found.append(MicroBatch(joined, supervised, tuple(lengths.tolist()), fits=fits))
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
                 found.append(MicroBatch(padded, supervised))
-        following = [each.tokens for each in found[plan.sharing.data_ranks :]]  # of the same process
-        pairs = zip(found, [*following, *[0] * plan.sharing.data_ranks], strict=False)
-        return tuple(replace(each, held=held, place=place) for place, (each, held) in enumerate(pairs))
+        following = found[plan.sharing.data_ranks :]  # of the same process
+        pairs = zip_longest(found, following, fillvalue=MicroBatch(JoinedRows(0), 0))
+        return tuple(
+            replace(each, held=after.tokens, held_units=after.units, place=place)
+            for place, (each, after) in enumerate(pairs)
+        )
 
 
 def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
@@ -330,7 +357,9 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     So config.json alone is enough for a plan.
     """
     try:
-        return DataFacts.of_sizes(row_sizes(config, architecture, progress=progress), config)
+        sizes = row_sizes(config, architecture, progress=progress)
+        look = None if sizes.fits is None else Look.of(architecture.config)
+        return DataFacts.of_sizes(sizes, config, look)
     except (ConfigError, DataError) as error:
         warn(f"planned without data: {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)
@@ -348,7 +377,7 @@ def row_sizes(config: RunConfig, architecture: Architecture, *, progress: bool) 
         return RowSizes.from_json(known)
     from sft_play.model.load import load_data
 
-    sizes = RowSizes.of(load_data(config, architecture.config, progress=progress).rows)
+    sizes = RowSizes.of(load_data(config, architecture.config, progress=progress, images="trained").rows)
     if key and key == _data_key(config):  # no file came or changed meanwhile
         remember(sizes.to_json(), SIZES, *key)
     return sizes

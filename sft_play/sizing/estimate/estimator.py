@@ -180,7 +180,7 @@ class Traces:
 
     def _step_of(self, spec: StepSpec) -> Step:
         """The step, whose layers are all treated alike."""
-        if spec.lengths or spec.eval_lengths or not spec.is_linear:
+        if spec.lengths or spec.eval_lengths or spec.fits or spec.eval_fits or not spec.is_linear:
             return self._traced(spec).step
         alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.tiles != spec.tiles:
@@ -225,7 +225,8 @@ class Traces:
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
         known, exact = self._known(spec), tokens == spec.tokens and spec.batch.size >= SMALLEST
-        if spec.mlp_tile or (exact and (not known or size_of(spec) in known)):  # other sizes have other tiles
+        # other sizes have other tiles, and other pictures
+        if spec.mlp_tile or spec.fits or (exact and (not known or size_of(spec) in known)):
             return WorkLine.in_proportion(self._traced(spec).work, spec.tokens)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
         if not found:  # no two have the same structure: one is scaled with the tokens
@@ -312,7 +313,7 @@ def estimator(
             autocasts=plan.precision.autocast != "no",
             offloads=plan.sharing.offloads,
             states_on_disk=(on_disk := run.parallel.nvme_path is not None),
-            trained=lambda: ask(step_facts.trained_elements, spec.mode, spec.lora, spec.new_tokens),
+            trained=lambda: ask(step_facts.trained_elements, *spec.method),
             state_bytes=lambda elements: (
                 0 if on_disk else ask(step_facts.state_bytes, spec.optimizer, spec.device, elements)
             ),
@@ -339,7 +340,7 @@ def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches
         spec = StepSpec.of(run, plan, widest, evaluated)
     else:
         spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
-        spec = replace(spec, eval_share=None)
+        spec = replace(spec, eval_share=None, fits=batches.most_fits)
     return [SizedStep(with_held(traces.step(spec), spec, plan, batches, None, evaluated))]
 
 
@@ -386,8 +387,10 @@ def work_of_plans(
     traces = shared_traces(config, threads)
 
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
-        evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
-        spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
+        batches = batches_of(plan)
+        evaluated = next(iter(heaviest(batches.evaluation)), None)
+        spec = StepSpec.of(run, plan, None, evaluated)
+        spec = replace(spec, eval_share=None, eval_fits=(), fits=batches.most_fits)
         if not spec.activations.apart:
             return traces.work(spec, tokens).at(tokens)
         extremes = (replace(spec, activations=way) for way in (Activations(), RECOMPUTED))

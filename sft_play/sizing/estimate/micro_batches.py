@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 
 from sft_play.plan import Plan
-from sft_play.sizing.step import TOKEN_BYTES, JoinedRows, MicroBatch, RunBatches, StepSpec
+from sft_play.sizing.step import JoinedRows, MicroBatch, RunBatches, StepSpec
 from sft_play.timeline import Buffer, Step
 
 
@@ -50,7 +50,10 @@ def heaviest(batches: Sequence[MicroBatch], *, by_length: bool = False) -> list[
 def _heaviest(batches: Sequence[MicroBatch], by_length: bool) -> list[MicroBatch]:
     if not batches:
         return []
-    sizes = [(each.tokens, each.supervised, *([each.squares] * by_length), each.carried) for each in batches]
+    sizes = [
+        (each.tokens, each.supervised, *([each.squares] * by_length), each.units, each.carried)
+        for each in batches
+    ]
     if by_length or not isinstance(batches[0].batch, JoinedRows):
         columns = range(len(sizes[0]))
         most = [max(sizes, key=itemgetter(at, *columns)) for at in columns[:-1]]
@@ -94,8 +97,16 @@ def with_held(
     copies = int(plan.device == "cpu" and plan.sharing.world_size > 1)
     sizes = [(max(0, most) if micro is None else micro.held), max(0, most), ahead]
     sizes += [copies * spec.tokens, copies * math.prod(spec.evaluated.shape)]
+    own, own_eval = (sum(fit.units for fit in fits) for fits in (spec.fits, spec.eval_fits))
+    most_units = max(0, batches.held_units - own)
+    units = [most_units if micro is None else micro.held_units, most_units]
+    units += [evaluated.held_units if evaluated else 0, copies * own, copies * own_eval]
     phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]
     phases += [("forward", "forward"), ("evaluation", "evaluation")]
+    held = (
+        batches.token_bytes * size + batches.unit_bytes * seen
+        for size, seen in zip(sizes, units, strict=True)
+    )
     return step.with_buffers(
-        *(Buffer("activations", TOKEN_BYTES * size, *ends) for size, ends in zip(sizes, phases, strict=True))
+        *(Buffer("activations", size, *ends) for size, ends in zip(held, phases, strict=True))
     )

@@ -23,12 +23,12 @@ def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, element
 
 
 def trained_elements(
-    config: "PretrainedConfig", mode: str, lora: LoraSettings, new_tokens: int
+    config: "PretrainedConfig", mode: str, lora: LoraSettings, new_tokens: int, vision: str
 ) -> list[list[int]]:
     """As `fake_model.trained_elements`."""
     from sft_play.sizing.trace.fake_model import trained_elements
 
-    return trained_elements(config, StepSpec(mode=mode, lora=lora, new_tokens=new_tokens))
+    return trained_elements(config, StepSpec(mode=mode, lora=lora, new_tokens=new_tokens, vision=vision))
 
 
 def update_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_play.model.layers.stand_in import Counts
 from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_function_modes
@@ -35,7 +36,7 @@ class GradientSum:
     peak: int  # bytes, before the sum
 
 
-class AllocationRecorder(Counts):
+class AllocationRecorder(Counts, TorchDispatchMode):
     """While active, records what each operation allocates; weak references tell when a storage is freed.
 
     Existing tools do not do: PyTorch's MemTracker does not support frozen parameters, and saved-tensor hooks

@@ -27,6 +27,8 @@ from sft_play.sizing.trace.layers import choose_layers
 from sft_play.timeline import WHOLE_MODEL
 from sft_play.upstream.patching import patched
 from sft_play.upstream.transformers import quantize_layers
+from sft_play.vision.looks import trained_parts
+from sft_play.vision.models import attention_by_part
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +55,7 @@ def skeleton(
     model: Any = empty_model(
         _without_idle_window(config, spec),
         dtype=dtype,
-        attn_implementation=_attention_to_trace(config, spec),
+        attn_implementation=attention_by_part(config, _attention_to_trace(config, spec)),
     )
     cut = not (all_layers or names_layers(spec.lora))
     stand_ins = keep_one_of_each_kind(model, spec.activations.apart > 0) if cut else ()
@@ -139,7 +141,13 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     rows = len(embedding.weight)
     new_ids = range(rows - spec.new_tokens, rows)  # which rows they are does not matter
     with without_weights(), unpacking_for_dora():
-        adapted = attach_adapter(model, spec.lora, autocast=spec.precision.autocast != "no", new_ids=new_ids)
+        adapted = attach_adapter(
+            model,
+            spec.lora,
+            autocast=spec.precision.autocast != "no",
+            new_ids=new_ids,
+            seeing=trained_parts(model.config, spec.vision),
+        )
     if spec.cast_adapters:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -157,7 +165,7 @@ def trained_elements(config: "PretrainedConfig", spec: StepSpec) -> list[list[in
     base, stand_ins = skeleton(config, spec, all_layers=False)
     model: Any = attach(base, spec)
     if spec.mode == "full":
-        freeze_what_gets_no_gradient(base)
+        freeze_what_gets_no_gradient(base, trained_parts(config, spec.vision))
     owners = layer_of_modules(model, layers_told_apart(base, stand_ins))
     owner_of = {weight: owners[module] for module in owners for weight in module.parameters(recurse=False)}
     decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from bitsandbytes.nn import modules as four_bit
 from torch import distributed
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
@@ -37,6 +36,7 @@ from sft_play.sizing.trace.fake_model import BESIDE_BASE, layer_of_modules, laye
 from sft_play.sizing.trace.zero3 import simulate_zero3
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
 from sft_play.upstream.patching import patched
+from sft_play.upstream.torch import making_real_tensors
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -206,7 +206,7 @@ def silent_group(each: int, replicas: int = 1) -> Iterator[None]:
             stack.enter_context(patched(distributed_c10d, name, copy.copy(value)))
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=each * replicas)
         stack.callback(_forget_groups)
-        with unset_fake_temporarily():  # a mesh looks at its ranks
+        with making_real_tensors():  # a mesh looks at its ranks
             mesh = shards.process_mesh("cpu", replicas)
         stack.enter_context(patched(shards, "process_mesh", lambda *_: mesh))
         stack.enter_context(patched(four_bit, "fix_4bit_weight_quant_state_from_module", _find_quant_state))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.integrations.neftune import activate_neftune
 
 from sft_play.choices.optimizers import make_optimizer, optimizer_state
@@ -43,6 +42,11 @@ from sft_play.sizing.trace.fake_model import (
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
+from sft_play.upstream.torch import making_real_tensors
+from sft_play.upstream.transformers import features_unchecked
+from sft_play.vision.batches import empty_pixels, tower_inputs
+from sft_play.vision.looks import Look, trained_parts
+from sft_play.vision.models import join_pictures
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,13 +84,19 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
-    base, stand_ins = skeleton(config, spec, all_layers=all_layers)
+    look = Look.of(config)
+    seen = look is not None and bool(spec.fits or spec.eval_fits)
+    # what is added between the first layers would count for all that they stand for
+    adds = seen and look is not None and look.adds_to_layers
+    base, stand_ins = skeleton(config, spec, all_layers=all_layers or adds)
     model = attach(base, spec)
     if spec.mode == "full":
-        freeze_what_gets_no_gradient(base)
+        freeze_what_gets_no_gradient(base, trained_parts(config, spec.vision))
+    join_pictures(base)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
-    with KeepingFakeMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora():
+    unseen = features_unchecked() if seen else nullcontext()
+    with KeepingFakeMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora(), unseen:
         run = _run_shards if spec.sharing.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
@@ -136,7 +146,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
         with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else torch.no_grad():
-            loss = forward(model, make_batch(spec), spec)
+            loss = forward(model, make_batch(spec, look=Look.of(model.config)), spec)
             if spec.accumulates:
                 loss.backward()
         del loss
@@ -226,7 +236,7 @@ def _optimizer_with_states(
     parameters = trained_parameters(model)
     recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
     recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
-    with unset_fake_temporarily():  # bitsandbytes computes tables
+    with making_real_tensors():  # bitsandbytes computes tables
         optimizer = make_optimizer(spec.optimizer, parameters)
     copied = spec.sharing.offloads and spec.device == "cuda"
     for owner in (*range(len(layers)), WHOLE_MODEL):
@@ -252,7 +262,7 @@ def update_bytes(spec: StepSpec, elements: int) -> int:
     with KeepingFakeMode(allow_non_fake_inputs=True):
         vector = torch.nn.Parameter(torch.empty(elements))
         vector.grad = torch.empty(elements)
-        with unset_fake_temporarily():
+        with making_real_tensors():
             optimizer = make_optimizer(spec.optimizer, [vector])
         optimizer.state[vector] = optimizer_state(spec.optimizer, vector, spec.device)
         recorder = _recorder(SymbolicRecorder, spec)
@@ -300,11 +310,12 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
 
 
 def make_batch(
-    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu"
+    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu", look: Look | None = None
 ) -> dict[str, object]:
     """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
 
-    Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences.
+    Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences, and with what a
+    model with this `look` gets of pictures.
     """
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
@@ -312,8 +323,21 @@ def make_batch(
     if spec.joined:
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
+    if look is not None and (fits := spec.eval_fits if evaluation else spec.fits):
+        with making_real_tensors():  # it looks into data
+            seen = tower_inputs(look, fits) | empty_pixels(look, fits)
+        batch |= {
+            name: torch.zeros(value.shape, dtype=value.dtype, device=device)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in seen.items()
+        }
+        seen_tokens = sum(fit.tokens for fit in fits)
+        batch["input_ids"][:, :seen_tokens] = look.image_token  # type: ignore[index]  # for a real model
+        if look.kind == "patches":
+            batch["position_ids"] = torch.zeros((4, *shape), dtype=torch.int64, device=device)
     if spec.sharing.divides_tokens:
-        with unset_fake_temporarily():
+        with making_real_tensors():
             part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)
         assert part
         batch |= {"labels": None, "shift_labels": batch["labels"], KEY: part.group}
@@ -330,7 +354,8 @@ def run_step(
     recorder.begin("forward")
     parameters = trained_parameters(model)
     device = parameters[0].device
-    batch = make_batch(spec, device=device)  # the trainer, too, keeps it until the next one
+    look = Look.of(model.config)
+    batch = make_batch(spec, device=device, look=look)  # the trainer, too, keeps it until the next one
     with nullcontext() if spec.exchanges else model.no_sync():
         loss = forward(model, batch, spec)
         saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
@@ -352,7 +377,7 @@ def run_step(
     recorder.begin("evaluation")
     model.eval()
     with torch.no_grad():
-        forward(model, make_batch(spec, evaluation=True, device=device), spec)
+        forward(model, make_batch(spec, evaluation=True, device=device, look=look), spec)
     model.train()
 
 

@@ -352,7 +352,7 @@ def test_process_writes_rows_that_can_be_prepared(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen", "smolvlm", "gemma"])
-def test_rows_with_images_are_prepared_for_a_checkpoint_but_not_yet_trained_on(kind, tmp_path, write_rows):
+def test_rows_with_images_are_prepared_for_a_checkpoint(kind, tmp_path, write_rows):
     save(tmp_path / "a.png", 50, 90)
     folder = save_folder(kind, tmp_path / "model")
     config = RunConfig.model_validate(
@@ -361,7 +361,7 @@ def test_rows_with_images_are_prepared_for_a_checkpoint_but_not_yet_trained_on(k
             "data": {"train_path": str(write_rows([asked("a.png")])), "val_fraction": 0},
         }
     )
-    loaded = load_data(config, progress=False, shows=True)
+    loaded = load_data(config, progress=False, images="shown")
     assert loaded.rows.recipe == recipe_of(kind) and loaded.rows.stats["train"]["pictures"] == 1
-    with pytest.raises(ConfigError, match="not yet trained on"):
+    with pytest.raises(ConfigError, match="only training reads so far"):
         load_data(config, progress=False)

@@ -45,11 +45,10 @@ def assert_left_out_by_less_than_it_takes(config: RunConfig) -> None:
     """Also not by one byte."""
     estimate = estimator_of(request(config))
     for plan in drafts(config):
-        update = estimate(config, plan).phases["optimizer"]
+        terms = estimate(config, plan).phase_terms["optimizer"]
         held = held_bytes(config, MODEL, plan)
-        assert 0.3 * update < held <= update
-        kept, why = not_too_large(config, MODEL, [plan, *drafts(run("qlora", "deepspeed_z3"))], held)
-        assert plan in kept and not why
+        assert 0 < held <= sum(terms[name] for name in ("weights", "gradients", "optimizer"))
+        assert plan in not_too_large(config, MODEL, [plan, *drafts(run("qlora", "deepspeed_z3"))], held)[0]
 
 
 @pytest.mark.thorough

@@ -11,7 +11,9 @@ from sft_play.commands.compare import compare_command
 from sft_play.commands.report import write_report
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.compare_page import _difference, _judged, compare_table
-from sft_play.report.run_page import KeyNumber
+from sft_play.report.record import read_run
+from sft_play.report.run_page import KeyNumber, key_numbers
+from sft_play.runlog import update_summary
 from sft_play.ui.screen import Screen
 from tests.unit.report.test_run_page import section
 from tests.unit.report.written_run import begin, finished, no_plots, train  # noqa: F401
@@ -228,3 +230,10 @@ def test_more_runs_are_each_compared_with_the_first(tmp_path):
     text = section(compared(tmp_path, "one", "two", "four"), "numbers")
     assert "two difference from one four difference from one" in text
     assert "tokens/s 1,000 2,000 +100.0%, better 4,000 +300.0%, better" in text
+
+
+def test_the_time_of_a_part_of_a_run_is_shown_and_not_compared(tmp_path):
+    run = finished(tmp_path / "one")
+    update_summary(run, resumed_step=8)
+    (found,) = [number for number in key_numbers(read_run(run.path)) if number.name == "training time"]
+    assert found == KeyNumber("training time", "12.0 s from step 8 on", None)

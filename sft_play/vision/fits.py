@@ -1,0 +1,51 @@
+"""How the pictures of all rows are given to a model, as numbers: what a plan knows of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sft_play.vision.types import Fit
+
+if TYPE_CHECKING:
+    import datasets
+
+NAMES = tuple(field.name for field in fields(Fit))
+UNITS = NAMES.index("units")
+
+
+@dataclass(frozen=True)
+class RowFits:
+    """The fits of the pictures of rows; without any picture, None."""
+
+    fits: np.ndarray | None = None  # [pictures, 6], one row after the other
+    starts: np.ndarray | None = None  # where those of each row begin, and where all end: [rows + 1]
+    smallest: Fit | None = None  # the picture that a micro-batch without any gets, as in `with_smallest`
+
+    def units(self, rows: int) -> np.ndarray:
+        """Patches or tiles of each of so many rows, [rows]."""
+        if self.fits is None or self.starts is None:
+            return np.zeros(rows, dtype=np.int64)
+        sums = np.concatenate([[0], np.cumsum(self.fits[:, UNITS])])
+        return sums[self.starts[1:]] - sums[self.starts[:-1]]
+
+    def of(self, rows: Iterable[int]) -> tuple[Fit, ...]:
+        """The fits of the pictures of some rows, in order; a negative number is a row without any."""
+        if self.fits is None or self.starts is None:
+            return ()
+        parts = (self.fits[self.starts[row] : self.starts[row + 1]] for row in rows if row >= 0)
+        return tuple(Fit(*fit) for part in parts for fit in part.tolist())
+
+
+def fits_of_rows(rows: "datasets.Dataset") -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The fields of the `RowFits` of prepared rows."""
+    if "pictures" not in rows.column_names:
+        return None, None
+    column = rows.select_columns(["pictures"]).with_format("arrow")[:]["pictures"].combine_chunks()
+    counts = column.value_lengths().to_numpy()
+    if not counts.sum():
+        return None, None
+    found = column.flatten().field("fit")
+    fits = np.stack([found.field(name).to_numpy() for name in NAMES], axis=1).astype(np.int64)
+    return fits, np.concatenate([[0], np.cumsum(counts)])

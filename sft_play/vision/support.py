@@ -1,0 +1,78 @@
+"""What of a run goes together with images; everything else is refused in a sentence before it is planned."""
+
+from typing import TYPE_CHECKING
+
+from sft_play.choices.engines import SEVERAL, TRAITS
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.plan import Plan
+from sft_play.vision.looks import Look
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MODES = {"lora": ("lora",), "full": ("full",)}  # tuning.vision -> the modes that it is a part of
+
+
+def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, seen: bool) -> None:
+    """Checks a run whose rows have images (`seen`), or have none.
+
+    Raises:
+        ConfigError: the model, or a setting, does not go together with images yet; or what sees is to be
+            trained by another method than the rest, or without images.
+    """
+    vision, mode = config.tuning.vision, config.tuning.mode
+    if seen and Look.of(architecture) is None:
+        raise ConfigError(
+            f"model.name: rows with images of {architecture.model_type} would have to be padded, which is "
+            "not supported yet; use a model of Qwen3-VL, SmolVLM2 or Idefics3, or train on rows of text"
+        )
+    if seen and (setting := _against_images(config)):
+        raise ConfigError(f"{setting} is not supported yet for rows with images; leave it out")
+    if vision == "frozen":
+        return
+    if not seen:
+        raise ConfigError(
+            f"tuning.vision={vision} trains what sees of {architecture.model_type}, but no row has an "
+            "image, so it would have no gradients; set tuning.vision=frozen"
+        )
+    if mode not in MODES[vision]:
+        raise ConfigError(
+            f"tuning.vision={vision} is a part of tuning.mode={' or '.join(MODES[vision])} (found "
+            f"tuning.mode={mode}); set tuning.vision=frozen, or change one of them"
+        )
+
+
+def _against_images(config: RunConfig) -> str | None:
+    """The first setting with which rows with images are not trained; None if there is none."""
+    train, parallel, attention = config.train, config.parallel, config.model.attention
+    settings = {
+        "tuning.mode=qlora": config.tuning.mode == "qlora",
+        "train.packing=true": train.packing,
+        "train.padding_free=false": train.padding_free is False,
+        "train.compile=true": train.asks_compile,
+        f"model.attention={attention}": attention not in ("auto", "varlen_sdpa"),
+        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.divides_tokens,
+        f"parallel.engine={parallel.engine}": parallel.engine in TRAITS
+        and not TRAITS[parallel.engine].takes_images,
+    }
+    return next((setting for setting, excluded in settings.items() if excluded), None)
+
+
+def require_planned(plan: Plan) -> None:
+    """Raises a ConfigError if a plan for rows with images has chosen what does not go together with them."""
+    if not TRAITS[plan.sharing.engine].takes_images:
+        others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
+        raise ConfigError(
+            f"parallel.engine={plan.sharing.engine} is not supported yet for rows with images; set "
+            f"parallel.engine={others}"
+        )
+    if not plan.rows.joined:
+        raise ConfigError(
+            "rows with images are joined end to end, and this model's rows would be padded; use a model of "
+            "Qwen3-VL, SmolVLM2 or Idefics3"
+        )
+    if plan.compile:
+        raise ConfigError(
+            "compiled layers are not supported yet for rows with images; set train.compile=false"
+        )

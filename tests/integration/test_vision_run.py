@@ -1,0 +1,108 @@
+"""A run on rows with images gives what a plain loop of transformers gives, which decodes and resizes for itself."""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from sft_play.model.load import load_data
+from sft_play.train.run import train
+from sft_play.vision.types import pictures_of
+from tests.jobs import losses, make_job
+from tests.pictures import config_of, save, save_folder, tokenizer_of
+from tests.vision_models import TREES, random_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = {"smolvlm": "smolvlm", "qwen": "qwen3_vl"}
+ROWS, STEPS, RATE = 8, 3, 1e-3
+
+
+def model_folder(kind, folder):
+    """A small model that sees, with random weights, its tokenizer and the settings of its image processor."""
+    save_folder(kind, folder)
+    tokenizer, tree = tokenizer_of(kind), dict(TREES[KINDS[kind]])
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = tree["text_config"] | special | {"vocab_size": len(tokenizer)}
+    tree |= {"text_config": text, "image_token_id": config_of(kind, tokenizer).image_token_id}
+    if kind == "qwen":
+        ends = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+        tree |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
+        tree["video_token_id"] = tokenizer.bos_token_id
+    else:
+        tree["vision_config"] = tree["vision_config"] | {"image_size": 64, "patch_size": 8}
+        tree["pad_token_id"] = tokenizer.pad_token_id
+    random_model(AutoConfig.for_model(KINDS[kind], **tree)).save_pretrained(folder)
+    return folder
+
+
+def image_rows(folder):
+    """Questions about no, one or two pictures of odd sizes, of which the last half of the rows has none."""
+    rng, lines = random.Random(3), []
+    for row in range(ROWS):
+        count = rng.randint(1, 2) if row < ROWS // 2 else 0
+        sizes = [(rng.randint(20, 150), rng.randint(20, 150)) for _ in range(count)]
+        names = [save(folder / f"{row}-{at}.png", *size, seed=row + at).name for at, size in enumerate(sizes)]
+        turns = [
+            ("user", "<image>" * count + f"what is {row}?"),
+            ("assistant", f"it is {'x' * rng.randint(1, 20)}"),
+        ]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append(json.dumps({"messages": messages, "images": names}))
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def plain_losses(base, data, kind):
+    """The loss of each step of a plain loop over all rows, with the plain model and image processor."""
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    processor = getattr(transformers, data.recipe.processor).from_pretrained(base)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=RATE, weight_decay=0.0)
+    rows = list(data.train)
+    count, found = sum(label != -100 for row in rows for label in row["labels"]), []
+    for _ in range(STEPS):
+        total = 0.0
+        for row in rows:
+            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+            images, seen = [Image.open(one.path).convert("RGB") for one in pictures_of(row["pictures"])], {}
+            if images:
+                seen = dict(processor(images=[images], return_tensors="pt"))
+                seen |= (
+                    {}
+                    if kind == "smolvlm"
+                    else {"mm_token_type_ids": (ids == data.recipe.image_token_id).int()}
+                )
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **seen).logits
+            loss = cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen", marks=pytest.mark.thorough)])
+def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
+    base, path = model_folder(kind, tmp_path / "model"), image_rows(tmp_path / "data")
+
+    def prepared(config):
+        return load_data(
+            config.changed({"data.train_path": str(path), "data.val_fraction": 0}), images="trained"
+        ).rows
+
+    job = make_job(
+        base, tmp_path / "runs", "run", mode="full", vision="full", data=prepared, batch_size=4,
+        effective_batch_size=ROWS, max_steps=STEPS, learning_rate=RATE, lr_schedule="constant", warmup_ratio=0.0,
+    )  # fmt: skip
+    assert len(job.data.train) == ROWS and job.plan.batch.accumulation == 2
+    train(job)
+    expected = plain_losses(base, job.data, kind)
+    assert losses(job)[0] == pytest.approx(expected, rel=2e-5)
+    assert expected[-1] < expected[0] - 0.1

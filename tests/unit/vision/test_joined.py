@@ -1,0 +1,136 @@
+"""Rows with pictures that are joined give what each gives alone in plain transformers; their memory is foreseen."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.cpu_meter import measure_step
+from sft_play.config.schema import LoraSettings
+from sft_play.model.adapters.attach import attach_adapter
+from sft_play.model.architecture.shape import know_multimodal
+from sft_play.model.layers.loss_head import token_loss
+from sft_play.parts import RECOMPUTED, Activations
+from sft_play.sizing.step import JoinedRows, StepSpec
+from sft_play.sizing.trace.trace import trace_step
+from sft_play.vision.batches import positions
+from sft_play.vision.fits import RowFits, fits_of_rows
+from sft_play.vision.looks import Look, trained_parts
+from sft_play.vision.types import Fit, pictures_of
+from tests.unit.vision.built import LORA, difference, gradients, joined, ours
+from tests.vision_models import IMAGE, config_of, picture_rows, random_model, random_pixels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = ("qwen3_vl", "smolvlm")
+
+
+def alone(kind, rows):
+    """Loss and gradients of plain transformers, one row after the other."""
+    look, model = Look.of(config_of(kind)), random_model(config_of(kind), attn_implementation="sdpa")
+    total, count = 0.0, sum(label != -100 for row in rows for label in row["labels"])
+    for row in rows:
+        pictures = pictures_of(row["pictures"])
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        seen = {}
+        if pictures:
+            pixels = torch.from_numpy(np.concatenate([random_pixels(look)(one) for one in pictures]))
+            grids = torch.tensor([(1, one.fit.rows, one.fit.columns) for one in pictures])
+            patches = dict(pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int())
+            seen = patches if look.kind == "patches" else dict(pixel_values=pixels[None])
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **seen).logits
+        loss = cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    return total, gradients(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vision", ["frozen", "full"])
+def test_joined_rows_give_the_loss_and_gradients_that_each_gives_alone(kind, vision):
+    rows = picture_rows(kind, 5, seed=3, images=[2, 0, 1, 3, 1])
+    model = ours(kind, vision=vision)
+    loss = token_loss(model, joined(kind, rows, range(5)))
+    loss.backward()
+    expected, wanted = alone(kind, rows)
+    found = gradients(model)
+    assert any("vision" in name or "visual" in name for name in found) == (vision == "full")
+    assert loss.item() == pytest.approx(expected, rel=2e-6)
+    assert difference(found, wanted) < 1e-5
+
+    model.zero_grad()
+    swapped = joined(kind, rows, range(5))
+    swapped["pixel_values"] = swapped["pixel_values"].flip(0)
+    other = token_loss(model, swapped)
+    other.backward()
+    assert abs(other.item() - expected) > 1e-4 * expected and difference(gradients(model), wanted) > 1e-2
+
+
+@pytest.mark.parametrize("vision", ["frozen", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_in_the_decoder_and_where_asked_in_what_sees(kind, vision):
+    """SmolVLM's tower has layers of the same names as its decoder."""
+    for targets in ("auto", ("q_proj", "v_proj")):
+        model = random_model(config_of(kind))
+        seeing = trained_parts(model.config, vision)
+        adapted = attach_adapter(model, LoraSettings(r=2, target_modules=targets), seeing=seeing)
+        names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+        is_decoder = [".language_model." in name or ".text_model." in name for name in names]
+        assert any(is_decoder)
+        assert all(is_decoder) == (vision == "frozen" or (kind == "qwen3_vl" and targets != "auto"))
+
+
+def test_positions_are_those_of_the_model():
+    config = config_of("qwen3_vl")
+    look, model = Look.of(config), random_model(config).model
+    for row in picture_rows("qwen3_vl", 40, seed=5):
+        fits, ids = [one.fit for one in pictures_of(row["pictures"])], torch.tensor([row["input_ids"]])
+        found = positions(look, ids[0].numpy(), fits)
+        grids = torch.tensor([(1, fit.rows, fit.columns) for fit in fits]) if fits else None
+        wanted, _ = model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int())
+        assert np.array_equal(found[1:], wanted[:, 0]) and np.array_equal(found[0], np.arange(ids.shape[1]))
+
+
+def test_fits_of_rows_come_back_by_row():
+    rows = picture_rows("smolvlm", 6, seed=1, images=[0, 2, 1, 0, 3, 1])
+    fits = RowFits(*fits_of_rows(rows))
+    own = [[one.fit for one in pictures_of(row["pictures"])] for row in rows]
+    assert fits.units(6).tolist() == [sum(fit.units for fit in row) for row in own]
+    assert fits.of([4, -1, 1]) == (*own[4], *own[1])
+    assert fits_of_rows(picture_rows("smolvlm", 2, seed=1, images=[0, 0])) == (None, None)
+    assert RowFits().of([0]) == () and RowFits().units(2).tolist() == [0, 0]
+
+
+def random_fits(kind, rng, count):
+    rows = picture_rows(kind, 1, rng.randrange(1000), images=[count])
+    return tuple(Fit(**one["fit"]) for one in rows[0]["pictures"])
+
+
+CASES = [
+    pytest.param(kind, *way, seed, marks=[] if seed == 0 else pytest.mark.thorough)
+    for kind in KINDS
+    for way in (("full", "full"), ("full", "frozen"), ("lora", "frozen"), ("lora", "lora"))
+    for seed in range(8)
+]
+
+
+@pytest.mark.parametrize(("kind", "mode", "vision", "seed"), CASES)
+def test_the_memory_of_a_step_with_pictures_is_foreseen(kind, mode, vision, seed):
+    rng = random.Random(f"{kind} {mode} {vision} {seed}")
+    fits = random_fits(kind, rng, rng.randint(1, 5))
+    spec = StepSpec(
+        mode=mode,
+        lora=LORA,
+        vision=vision,
+        batch=JoinedRows(sum(fit.tokens for fit in fits) + rng.randrange(20, 200)),
+        fits=fits,
+        eval_fits=fits[: rng.randrange(3)],
+        activations=rng.choice((Activations(), RECOMPUTED)),
+        accumulates=rng.random() < 0.5,
+    ).on_this_cpu(1)
+    measured = measure_step(ours(kind, mode, vision), spec)
+    know_multimodal(config_of(kind))
+    predicted = trace_step(config_of(kind), spec).step.peaks()
+    for phase, size in measured.phases.items():
+        assert predicted[phase].bytes == pytest.approx(size, rel=1e-3), phase

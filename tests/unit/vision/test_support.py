@@ -1,0 +1,57 @@
+"""What does not go together with images is refused in a sentence that says what does."""
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.vision.support import require_planned, require_supported
+from tests.plans import plan_with
+from tests.unit.train.plans import PLAN
+from tests.vision_models import config_of
+
+
+def run(**sections):
+    return RunConfig.model_validate({"model": {"name": "x"}, "data": {"train_path": "x"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "words"),
+    [
+        ({}, "gemma3", "gemma3 would have to be padded.*use a model of Qwen3-VL, SmolVLM2 or Idefics3"),
+        ({}, "qwen3_5", "qwen3_5 would have to be padded"),
+        ({"tuning": {"mode": "qlora"}}, "smolvlm", "tuning.mode=qlora is not supported yet .* images"),
+        ({"train": {"packing": True}}, "smolvlm", "train.packing=true is not supported yet"),
+        ({"train": {"padding_free": False}}, "smolvlm", "train.padding_free=false is not supported yet"),
+        ({"model": {"name": "x", "attention": "eager"}}, "smolvlm", "model.attention=eager is not"),
+        ({"parallel": {"engine": "deepspeed_z2"}}, "smolvlm", "parallel.engine=deepspeed_z2 is not"),
+        ({"tuning": {"vision": "full"}}, "smolvlm", "tuning.vision=full is a part of tuning.mode=full"),
+        ({"tuning": {"mode": "full", "vision": "lora"}}, "smolvlm", "part of tuning.mode=lora .found"),
+    ],
+)
+def test_what_does_not_go_together_with_images_is_refused(sections, kind, words):
+    with pytest.raises(ConfigError, match=words):
+        require_supported(run(**sections), config_of(kind), seen=True)
+
+
+@pytest.mark.parametrize(
+    "tuning", [{}, {"vision": "lora"}, {"mode": "full", "vision": "full"}, {"mode": "full"}]
+)
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_what_goes_together_is_not_refused(tuning, kind):
+    require_supported(run(tuning=tuning), config_of(kind), seen=True)
+
+
+def test_what_sees_is_not_trained_without_images():
+    asked = run(tuning={"mode": "full", "vision": "full"})
+    with pytest.raises(ConfigError, match="no row has an image.*set tuning.vision=frozen"):
+        require_supported(asked, config_of("smolvlm"), seen=False)
+    require_supported(run(), config_of("gemma3"), seen=False)
+
+
+def test_a_plan_may_not_choose_what_images_are_not_trained_with():
+    require_planned(PLAN)
+    require_planned(plan_with(PLAN, engine="ddp"))
+    with pytest.raises(ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or fsdp2"):
+        require_planned(plan_with(PLAN, engine="deepspeed_z3"))
+    with pytest.raises(ConfigError, match="set train.compile=false"):
+        require_planned(plan_with(PLAN, compile=True))
