@@ -30,6 +30,7 @@ from sft_play.train.nonfinite import (
 from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches
 from sft_play.ui.console import warn
+from sft_play.upstream.accelerate import unwrapped
 from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides
 from sft_play.upstream.patching import lasting
 
@@ -293,11 +294,9 @@ class PlannedTrainer(SFTTrainer):
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         moved = checkpoint and not is_split_as(checkpoint, self._engine, self._checkpoint_parts)
         loaded = None if moved else resume_from_checkpoint
-        # the library's word for a model that accelerate must not wrap, since it is divided already
-        engine = self._engine
-        self.is_distributed_loading_by_transformers = engine.shards_weights and not engine.wraps_shards
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, loaded)
-        self.is_distributed_loading_by_transformers = False
+        divided = self._engine.shards_weights and not self._engine.wraps_shards
+        with unwrapped(self.accelerator) if divided else nullcontext():
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, loaded)
         self.optimizer.train()  # type: ignore[union-attr]  # of a schedule-free one
         if checkpoint and moved:
             load_moved(self, checkpoint, self._engine)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sft_play.upstream.patching import patched
+
 
 def forget_state() -> None:
     """Lets accelerate find out anew which processes there are, and with what precision they compute.
@@ -60,3 +62,19 @@ def wrapped_as_before(model: Any) -> Iterator[None]:
         for name in _WRAPPING:
             vars(model).pop(name, None)
         vars(model).update(before)
+
+
+@contextmanager
+def unwrapped(accelerator: Any) -> Iterator[None]:
+    """In the block, `accelerator.prepare` leaves a model as it is: it is divided already.
+
+    transformers 5.23 has a word for such models, which 5.17 does not know: there, accelerate puts DDP around
+    them. What makes this unnecessary: to support no transformers without it, if it is for models like ours.
+    """
+    prepare = accelerator.prepare_model
+
+    def as_it_is(model: Any, **_: Any) -> Any:
+        return prepare(model, device_placement=False, evaluation_mode=True)
+
+    with patched(accelerator, "prepare_model", as_it_is):
+        yield

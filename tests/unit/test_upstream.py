@@ -146,7 +146,6 @@ WRITTEN = [
         "torch._subclasses.fake_tensor:in_kernel_invocation_manager",
         ".in_kernel_invocation = True",
     ),
-    ("is_distributed_loading_by_transformers", TRAINER, "if self.is_distributed_loading_by_transformers:"),
     ("_fsdp_init", "torch.distributed.fsdp._fully_shard._fully_shard", "from ._fsdp_init import"),
     (
         "_handle",
