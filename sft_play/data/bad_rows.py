@@ -49,5 +49,5 @@ def by_cause(lines: Iterable[str]) -> list[str]:
 
 def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
     """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
-    bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats[split])
+    bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats.get(split))
     return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []

@@ -37,8 +37,10 @@ def test_what_does_not_go_together_with_images_is_refused(sections, kind, words)
     "tuning", [{}, {"vision": "lora"}, {"mode": "full", "vision": "full"}, {"mode": "full"}]
 )
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
-def test_what_goes_together_is_not_refused(tuning, kind):
+def test_what_goes_together_is_not_refused_and_the_same_with_qlora_is(tuning, kind):
     require_supported(run(tuning=tuning), config_of(kind), seen=True)
+    with pytest.raises(ConfigError, match="tuning.mode=qlora is not supported yet for rows with images"):
+        require_supported(run(tuning=tuning | {"mode": "qlora"}), config_of(kind), seen=True)
 
 
 def test_what_sees_is_not_trained_without_images():
