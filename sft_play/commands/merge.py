@@ -21,7 +21,7 @@ from sft_play.model.adapters.attach import load_adapter, require_fitting
 from sft_play.model.build import can_be_cast_later, load_base, load_for_inference
 from sft_play.model.generation import load_chat_tokenizer, say_stops
 from sft_play.model.load import empty_base, load_data, published_dtype, saved_dtype
-from sft_play.model.weights.files import stored_types
+from sft_play.model.weights.files import copy_processors, stored_types
 from sft_play.model.weights.finished import finished_weights, release_memory, require_undamaged
 from sft_play.model.weights.merged import merge_when_saved
 from sft_play.report.card import write_card
@@ -160,6 +160,7 @@ def merge(
         with replacing_output(output) as folder:
             model.save_pretrained(folder, max_shard_size=max_shard_bytes)
             tokenizer.save_pretrained(folder)
+            copy_processors(config.model, model.config, folder)
             run.write_json(folder / MERGE_INFO, info)
             for file in folder.iterdir():
                 _require_written(file)

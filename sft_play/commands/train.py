@@ -285,6 +285,7 @@ def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
         summary = update_summary(run, status="done")
         reports = try_report(run)
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
-    targets = ("infer", "eval", "export" if whole else "merge")
+    answers = ("infer", "eval") if job.data.recipe is None else ()  # rows with images are not answered yet
+    targets = (*answers, "export" if whole else "merge")
     commands = [make_command(target, RUN=run.typed) for target in targets]
     console().print(closing_screen(summary, comparison, places | reports, commands))

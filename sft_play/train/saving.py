@@ -18,6 +18,7 @@ from sft_play.fingerprints import installed_versions
 from sft_play.manifest import CARD, replacing
 from sft_play.model.adapters.decomposition import save_trained
 from sft_play.model.generation import unknown_stops
+from sft_play.model.weights.files import copy_processors
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.ranks import from_all
 from sft_play.train.session import Session
@@ -138,6 +139,8 @@ def _write(session: Session, model: Any, weights: dict[str, torch.Tensor] | None
         if dtype:
             _say_type(folder / "config.json", dtype)
         job.tokenizer.save_pretrained(str(folder))
+        if target == job.run.model:
+            copy_processors(job.config.model, job.architecture, folder)
         (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
 
 

@@ -39,6 +39,7 @@ def is_text(name):
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_text_is_trained_and_what_sees_is_not_touched(kind, mode, tiny_model, tmp_path):
     base = checkpoint(kind, tmp_path / kind, tiny_model, torch.bfloat16)
+    (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     padding_free = kind != "qwen3_5"  # whose linear attention would carry its state into the next row
     job = make_job(base, tmp_path / "runs", "run", mode=mode, max_steps=3, padding_free=padding_free)
     train(job)
@@ -48,6 +49,7 @@ def test_text_is_trained_and_what_sees_is_not_touched(kind, mode, tiny_model, tm
         output = job.run.merged
     before, after = saved(base), saved(output)
     assert before.keys() == after.keys()
+    assert (output / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert {after[name].dtype for name in after} == {torch.bfloat16}
     assert changed and all(map(is_text, changed))

@@ -5,9 +5,10 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
@@ -15,7 +16,11 @@ from sft_play.hub import REPOSITORY
 from sft_play.model.architecture.published import asked_before_the_hub
 from sft_play.upstream.huggingface_hub import limit_network
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 NEITHER = "neither a folder here nor a name on the Hub"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 FROM_EITHER = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -182,6 +187,16 @@ def stored_types(model: ModelConfig) -> dict[str, int]:
         except (OSError, SafetensorError):
             return {}
     return dict(found)
+
+
+def copy_processors(model: ModelConfig, config: "PretrainedConfig", target: Path) -> None:
+    """Copies how a model that sees makes its inputs of pictures, which servers read, beside saved weights."""
+    if getattr(config, "vision_config", None) is None:
+        return
+    for name in PROCESSOR_FILES:
+        folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model, also=name)
+        if folder and (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
 
 
 def model_key(model: ModelConfig) -> str | None:
