@@ -80,8 +80,9 @@ def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     """The inverse of `spec_to_json`."""
     changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
     batches = {name: _batch(tree[name]) for name in ("batch", "eval_batch") if tree[name]}
-    lengths = {name: tuple(tree.get(name, ())) for name in ("lengths", "eval_lengths")}
-    return step_of(**tree | changes | batches | lengths | {"scratch": ()})  # of a CPU
+    names = ("lengths", "eval_lengths", "fits", "eval_fits")  # no case has pictures
+    lists = {name: tuple(tree.get(name, ())) for name in names}
+    return step_of(**tree | changes | batches | lists | {"scratch": ()})  # of a CPU
 
 
 def case_to_json(case: Case) -> dict[str, Any]:

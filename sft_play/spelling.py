@@ -129,7 +129,9 @@ def _flag(target: str, name: str, value: object) -> str:
     if name in SWITCHES:
         return SWITCHES[name]
     if name == "RUN" and target in AFTER:  # a run is named by itself or in the folder of runs
-        folder = value if "/" in str(value) else f"{RUNS}/{value}"
+        folder = str(value)
+        if "/" not in folder:
+            folder = f"{RUNS}/{value}"
         return f"{FLAGS['CONFIG']} {folder}/config.resolved.yaml"
     if name in OVERRIDES and (target, name) not in OF_TARGET:
         return OVERRIDES[name].format(value) if value is not None else OVERRIDES[name].partition("=")[0]

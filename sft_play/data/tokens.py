@@ -61,15 +61,11 @@ def encode(
         hidden = (hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
         notes[HIDDEN_REASONING] += sum(hidden)
         notes[UNSTOPPED] += sum(any(row.unstopped for row in rows) for rows in rendered)
-    rendered = [
-        [_with_texts_of_pictures(chat, row, each) for each in rows]
-        for row, rows in zip(conversations, rendered, strict=True)
-    ]
-    tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
-    encoded = [
-        [_with_image_tokens(chat, row.source, next(tokens), each.pictures) for each in rows]
-        for row, rows in zip(conversations, rendered, strict=True)
-    ]
+    for row, rows in zip(conversations, rendered, strict=True):
+        rows[:] = [_with_texts_of_pictures(chat, row, each) for each in rows]
+    tokens, encoded = iter(_tokenize(chat, list(chain.from_iterable(rendered)))), []
+    for row, rows in zip(conversations, rendered, strict=True):
+        encoded.append([_with_image_tokens(chat, row.source, next(tokens), each.pictures) for each in rows])
     for index, row in enumerate(conversations):
         if row.text is not None:
             encoded[index] = [tokenize_text(chat, row)]

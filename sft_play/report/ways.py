@@ -1,6 +1,7 @@
 """On what a run would train: by each method on its GPUs, and on each common GPU, the cheapest ways first."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -128,7 +129,8 @@ def gpus_tables(tree: Mapping[str, Any]) -> list[Table]:
 
 def _by_mode(tree: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     """Method -> its plans on each GPU."""
-    return {mode: [card["plans"][mode] for card in tree["cards"]] for mode in tree["cards"][0]["plans"]}
+    plans = [card["plans"] for card in tree["cards"]]
+    return {mode: list(map(itemgetter(mode), plans)) for mode in plans[0]}
 
 
 def _without_plan(tree: Mapping[str, Any]) -> list[str]:

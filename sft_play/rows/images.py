@@ -43,8 +43,9 @@ def without_pictures(content: list[Any], key: str) -> tuple[list[Any], list[Refe
     texts, found = list(content), list[Reference | None]()
     for index, part in enumerate(content):
         if isinstance(part, dict) and part.get("type") in PARTS:
-            has_picture = any(part.get(name) for name in NAMES)
-            found.append(_reference(part, f"{key}[{index}]") if has_picture else None)
+            found.append(None)
+            if any(part.get(name) for name in NAMES):
+                found[-1] = _reference(part, f"{key}[{index}]")
             texts[index] = {"type": "text", "text": MARK}
     return texts, found
 

@@ -37,19 +37,29 @@ def with_pictures(
         pictures = [picture for row in of_rows for picture in row]
         if not pictures:
             return with_smallest(batch, look) if always else batch
-        fits = [picture.fit for picture in pictures]
+        fits = _fits(pictures)
         ids = batch["input_ids"][0].numpy()
         ends = np.cumsum(taken["length"].to_numpy())[:-1]
         own = zip(np.split(ids, ends), of_rows, strict=True)
-        places = [positions(look, row, [picture.fit for picture in seen]) for row, seen in own]
-        joined = torch.from_numpy(np.concatenate(places, axis=1))
+        places = [positions(look, row, _fits(seen)) for row, seen in own]
+        joined = np.concatenate(places, axis=1)
         return batch | {
-            "position_ids": joined[:, None] if len(joined) > 1 else joined,
+            "position_ids": _position_ids(joined),
             "pixel_values": torch.from_numpy(np.concatenate([pixels_of(picture) for picture in pictures])),
             **tower_inputs(look, fits),
         }
 
     return collated
+
+
+def _fits(pictures: Sequence[Picture]) -> list[Fit]:
+    return [picture.fit for picture in pictures]
+
+
+def _position_ids(rows: np.ndarray) -> torch.Tensor:
+    """Positions of joined rows, [axes, tokens], as models take them: [1, tokens] or [axes, 1, tokens]."""
+    found = torch.from_numpy(rows)
+    return found[:, None] if len(found) > 1 else found
 
 
 def with_smallest(batch: dict[str, Any], look: Look) -> dict[str, Any]:
@@ -60,11 +70,11 @@ def with_smallest(batch: dict[str, Any], look: Look) -> dict[str, Any]:
     """
     fit, text = look.smallest, batch["position_ids"]
     ids = np.full(fit.tokens, look.image_token)
-    own = torch.from_numpy(positions(look, ids, [fit]))
+    own = positions(look, ids, [fit])
     rest = {
         "input_ids": torch.from_numpy(ids)[None],
         "labels": torch.full((1, fit.tokens), IGNORED),
-        "position_ids": own[:, None] if len(own) > 1 else own,
+        "position_ids": _position_ids(own),
     }
     batch = batch | {"position_ids": text.expand(len(own), *text.shape) if len(own) > 1 else text}
     joined = {name: torch.cat([batch[name], value], dim=-1) for name, value in rest.items()}

@@ -74,7 +74,10 @@ def _seems_whole(image: Image.Image, content: bytes) -> bool:
         if content[place + 1] == JPEG_SCAN:
             return content.find(JPEG_END, place) > 0
         filled = content[place + 1] == JPEG_MARK
-        place += 1 if filled else 2 + int.from_bytes(content[place + 2 : place + 4])
+        if filled:
+            place += 1
+        else:
+            place += 2 + int.from_bytes(content[place + 2 : place + 4])
     return False
 
 

@@ -43,8 +43,9 @@ def expanded(
         if pictures:
             raise ValueError("images cannot be read here")
         return text, tuple(spans), tuple(spelled)
-    marked = MARK in text and bool(pictures)
-    pattern = MARK if marked else re.escape(recipe.family.placeholder)
+    pattern, write = re.escape(recipe.family.placeholder), recipe.family.text
+    if pictures and MARK in text:
+        pattern, write = MARK, recipe.family.bare_text
     begins = {begin for begin, _ in spelled}
     places = [found.span() for found in re.finditer(pattern, text) if found.start() not in begins]
     if len(places) != len(pictures):
@@ -53,7 +54,6 @@ def expanded(
             f"row has {len(pictures)} images: no text may have this token, and the chat template has to "
             "write it for each"
         )
-    write = recipe.family.bare_text if marked else recipe.family.text
     pieces, moves, at, moved = list[str](), [0], 0, 0
     for (begin, end), picture in zip(places, pictures, strict=True):
         new = write(picture.fit)

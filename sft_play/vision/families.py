@@ -114,14 +114,14 @@ class Tiles:
 
     def text(self, fit: Fit) -> str:
         """What replaces the placeholder; each image token in it stands for one of `runs`."""
-        rows = (
-            "".join(
-                f"{self.between}<row_{row}_col_{column}>{self.image}" for column in _from_one(fit.columns)
-            )
-            for row in _from_one(fit.rows)
-        )
-        lines = [*(f"{row}\n" for row in rows), "\n"] if fit.rows else []
-        return "".join([*lines, f"{self.between}{self.whole}{self.image}{self.between}"])
+        lines = [self._row(row, fit.columns) for row in _from_one(fit.rows)]
+        gap = "\n" if lines else ""
+        return "".join([*lines, gap, f"{self.between}{self.whole}{self.image}{self.between}"])
+
+    def _row(self, row: int, columns: int) -> str:
+        """What stands for a row of tiles."""
+        tiles = (f"{self.between}<row_{row}_col_{column}>{self.image}" for column in _from_one(columns))
+        return "".join(tiles) + "\n"
 
     def bare_text(self, fit: Fit) -> str:
         """What replaces a picture where a template writes nothing for it."""

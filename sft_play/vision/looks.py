@@ -58,8 +58,10 @@ class Look:
     @property
     def unit_bytes(self) -> int:
         """Of a patch or tile in a batch: of its pixels, and of its places in `tower_inputs`."""
-        places = 2 * 8 + 4 * 8 + 4 * 4 if self.kind == "patches" else 0
-        return 4 * math.prod(self.unit_shape) + places
+        pixels = 4 * math.prod(self.unit_shape)
+        if self.kind != "patches":
+            return pixels
+        return pixels + 2 * 8 + 4 * 8 + 4 * 4
 
     @property
     def token_bytes(self) -> int:

@@ -23,4 +23,5 @@ def each_once(
     """Ids and labels of a row with one token in place of image tokens that follow each other."""
     repeated = recipe.image_token_id if recipe else None
     kept = [at for at, token in enumerate(ids) if token != repeated or at == 0 or ids[at - 1] != token]
-    return [ids[at] for at in kept], [labels[at] for at in kept]
+    kept_ids = [ids[at] for at in kept]
+    return kept_ids, [labels[at] for at in kept]

@@ -55,7 +55,7 @@ def pictures_of(cell: Iterable[Mapping[str, Any]]) -> list[Picture]:
 
 def picture_lists(rows: Iterable[Iterable[Picture]]) -> pa.Array:
     """The column `pictures` of rows."""
-    return pa.array([[asdict(picture) for picture in row] for row in rows], PICTURES)
+    return pa.array([list(map(asdict, row)) for row in rows], PICTURES)
 
 
 def picture_counts(rows: "datasets.Dataset") -> np.ndarray:

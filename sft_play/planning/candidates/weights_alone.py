@@ -49,7 +49,11 @@ def held_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int
     each = element + optimizer.least_bytes(element)
     if engine.joins_trained:  # a vector of fp32 masters, which is what the optimizer sees
         each = element + FP32 + optimizer.least_bytes(FP32)
-    ranks = sharing.shards if engine.shards_weights else sharing.world_size if engine.shards_state else 1
+    ranks = 1
+    if engine.shards_weights:
+        ranks = sharing.shards
+    elif engine.shards_state:
+        ranks = sharing.world_size
     return held + architecture.modules.trained * each // ranks
 
 
@@ -59,4 +63,6 @@ def weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> i
         size = architecture.modules.four_bit_bytes
     else:
         size = architecture.modules.weights * BYTES_PER_ELEMENT[StepSpec.of(config, plan).precision.dtype]
-    return size // plan.sharing.shards if engine_of(plan.sharing.engine).shards_weights else size
+    if engine_of(plan.sharing.engine).shards_weights:
+        size //= plan.sharing.shards
+    return size
