@@ -128,7 +128,7 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
         for number, row in enumerate(rows, 1):
             supervised = sum(label != IGNORED for label in row["labels"])
             screen.print(f"\nrow {number}{of}: {row['length']} tokens, {supervised} supervised", style="bold")
-            for line in picture_lines(row["pictures"]):
+            for line in picture_lines(row.get("pictures", ())):
                 screen.print(line)
             ids, labels = each_once(prepared.recipe, row["input_ids"], row["labels"])
             screen.print(marked(ids, labels, tokenizer, colour=colour))

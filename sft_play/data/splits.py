@@ -156,9 +156,11 @@ def write_splits(
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     stats: dict[str, Any] = {"largest_token_id": 0}
+    # without pictures as before there were any, so that the hash of rows stays, by which a run goes on
+    columns = store.ROWS if _has_pictures(parts) else store.TEXT_ROWS
     for split in SPLITS:
         held = chosen[split]
-        tallies = _write_split(split, held, folder, unknown_id)
+        tallies = _write_split(split, held, folder, columns, unknown_id)
         own = held and held[0].part.given.split == split
         for one, tally in zip(held, tallies, strict=True):
             if own and not tally.counts["supervised_tokens"]:
@@ -214,15 +216,21 @@ def _larger(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(held)
 
 
-def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id: int | None) -> list[_Tally]:
+def _has_pictures(parts: Sequence[Part]) -> bool:
+    return any(len(batch["pictures"].flatten()) for part in parts for batch in store.batches(part.rows))
+
+
+def _write_split(
+    split: str, chosen: Sequence[Chosen], folder: Path, columns: pa.Schema, unknown_id: int | None
+) -> list[_Tally]:
     """Copies the rows of the chosen conversations into the files of the split, part after part."""
     tallies = []
     file = folder / f"{split}.arrow"
-    with store.writing(file, store.ROWS) as writer:
+    with store.writing(file, columns) as writer:
         for one in chosen:
             tally = _Tally()
             for batch in _larger(_batches(one)):
-                writer.write_batch(batch.select(store.ROWS.names))
+                writer.write_batch(batch.select(columns.names))
                 tally.add(batch, unknown_id)
             tallies.append(tally)
     if not any(tally.counts["rows"] for tally in tallies):

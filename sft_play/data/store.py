@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 1 << 20  # read at a time
 NO_TOKENS = np.zeros(0, np.int32)
 TOKEN_LIST = pa.list_(pa.int32())
-ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32(), "pictures": PICTURES})
+TEXT_ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
+ROWS = TEXT_ROWS.append(pa.field("pictures", PICTURES))
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -8,6 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 from sft_play import api
+from sft_play.commands import judges
 from sft_play.errors import CheckpointError, ConfigError
 from tests.conftest import REPOSITORY
 
@@ -100,9 +101,10 @@ def test_rows_of_a_list_are_trained_on_without_a_config(tiny_model, tmp_path, mo
     assert run.before.answers == 2 and run.before.loss > 0
     assert set(run.after.metrics) == {"exact_match", "length"} and run.after.metrics["length"] >= 0
     assert [set(sample.right) for sample in run.samples] == [{"before", "after"}] * 2
-    with pytest.raises(
-        ConfigError, match="names .*:length, and code that the folder of a run names is run only"
-    ):
+    assert api.evaluate("mine", limit=1).answers  # by the function that this process has trained with
+    elsewhere = "names .*:length, and code that the folder of a run names is run only"
+    with monkeypatch.context() as other_process, pytest.raises(ConfigError, match=elsewhere):
+        other_process.setattr(judges, "_handed_over", set())
         api.evaluate("mine", limit=1)
     found = api.evaluate(run, limit=1, metrics=[length])
     assert found.models["adapter"].metrics["length"] == len(found.answers[0].texts["adapter"].split())

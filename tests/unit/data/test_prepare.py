@@ -42,7 +42,7 @@ def texts(dataset, tokenizer):
 
 def test_rows_have_ids_labels_and_length_and_answers_are_learned(run, make_tokenizer):
     data = run([{"question": "What?", "answer": "Four."}] + rows(19))
-    assert data.train.column_names == ["input_ids", "labels", "length", "pictures"]
+    assert data.train.column_names == ["input_ids", "labels", "length"]
     for row in data.train:
         assert row["length"] == len(row["input_ids"]) == len(row["labels"])
         assert row["labels"][0] == IGNORED

@@ -205,6 +205,6 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
 def test_no_plan_with_compiled_layers_is_of_deepspeed_or_offloads(float8, engines):
     machine = what_if("RTX 4090", 2)
     plan = planned(config_of(tuning=FULL, float8=float8), machine, processes=2)
-    assert plan.sharing.engine == "ddp" and plan.sharing.offload == "none"
-    assert {row["engine"] for row in plan.alternatives} == engines
+    assert plan.sharing.offload == "none"
+    assert {plan.sharing.engine, *(row["engine"] for row in plan.alternatives)} == engines
     assert "offload" not in {row.get("activations") for row in plan.alternatives}

@@ -207,9 +207,9 @@ def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     """As after memory ran out: with a smaller micro-batch, and nothing that the config leaves open."""
     asked = request(3)
     first = fastest_plan(asked.changed({KEY: 2, "train.batch_size": 4}), explain=False)
-    monkeypatch.setattr(DataFacts, "of", lambda data, config: asked.facts)
+    monkeypatch.setattr(DataFacts, "of", lambda data, config, look: asked.facts)
     resolved = SimpleNamespace(config=asked.config)
-    job = Job(resolved, None, MODEL, None, None, asked.machine, first)
+    job = Job(resolved, None, MODEL.config, None, None, asked.machine, first)
     again = plan_again(job, takes_less(first))
     assert (again.sharing.sequence_ranks, again.batch.micro, again.batch.accumulation) == (2, 2, 4)
     assert again.batch.effective == first.batch.effective and again.sharing.engine == first.sharing.engine
