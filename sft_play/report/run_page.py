@@ -14,7 +14,7 @@ from sft_play.report.closing import training_time, weights_step
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Text
 from sft_play.report.plots import histogram
-from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models
+from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models, tree_of
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.table import Table
 from sft_play.report.tables import (
@@ -75,7 +75,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The note, when, where and with what the run was started, and what to type next; what is known of it."""
     name = shlex.quote(run.name)
     ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
-    target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
+    answers = None if tree_of(run.data.get("train")).get("pictures") else "infer"  # rows with images: not yet
+    target = {"trained": answers, "done": answers, "interrupted": "resume"}.get(ended)
     machine = MISSING
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)

@@ -12,7 +12,7 @@ from sft_play.errors import StorageError
 from sft_play.plan import EARLIER
 from sft_play.report.html import Page, render, write_page
 from sft_play.report.record import read_run
-from sft_play.report.run_page import run_page
+from sft_play.report.run_page import facts, run_page
 from sft_play.runlog import read_json
 from tests.conftest import file_size_limit
 from tests.unit.report.written_run import ATTACK, SECTIONS, begin, finished, no_plots, train  # noqa: F401
@@ -81,6 +81,15 @@ def test_texts_of_people_are_not_markup(tmp_path):
 def test_a_note_is_shown_as_it_was_written(tmp_path):
     page = page_of(begin(tmp_path / "one", note=f"as before, {ATTACK}"))
     assert "<dt>note</dt><dd>as before, &lt;script&gt;" in page
+
+
+def test_a_run_on_images_is_not_followed_by_answers(tmp_path):
+    run = finished(tmp_path / "one")
+    assert ("next", "make infer RUN=one") in facts(read_run(run.path))
+    data = read_json(run.data)
+    data["train"]["pictures"] = 3
+    run.write_json(run.data, data)
+    assert "next" not in dict(facts(read_run(run.path)))
 
 
 def test_folders_of_the_machine_are_left_out(page):
