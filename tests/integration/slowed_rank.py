@@ -9,13 +9,14 @@ from sft_play.machine.process import die_with_parent
 
 
 def slow_down(module, seconds):
-    """Lets the norms of a module with kernels sleep first, but not in a trace."""
+    """Lets the norms of a module with kernels sleep first, but neither in a trace nor in a compiled layer."""
+    import torch
     from torch._subclasses import FakeTensor
 
     forward = module.norm_forward
 
     def norm_forward(norm, x):
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
             time.sleep(seconds)
         return forward(norm, x)
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.builtin import demo
 from sft_play.config.load import load_config
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.load import load_data
+from sft_play.parts import IGNORED
 from sft_play.runlog import RunDir, read_metrics
 from tests.conftest import REPOSITORY
 from tests.integration.cli import sft
