@@ -17,12 +17,12 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.job import Job
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config, load_tokenizer
+from sft_play.parts import IGNORED
 from sft_play.plan import Plan
 from sft_play.planning.budget import memory_device
 from sft_play.planning.planner import fastest_plan

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from sft_play.config.train import TrainConfig
 
+IGNORED = -100  # label of a token that nothing is learned from
 # Names in a plan's JSON, of the fields that have another one here.
 JSON_NAMES = {
     "micro": "micro_batch_size",

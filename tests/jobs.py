@@ -12,12 +12,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.batching import Share
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
-from sft_play.data.tokens import IGNORED
 from sft_play.job import Job
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.manifest import files_in, hash_files, read_manifest, write_manifest
 from sft_play.model.load import load_model_config, load_tokenizer
+from sft_play.parts import IGNORED
 from sft_play.plan import Device
 from sft_play.planning.candidates.drafts import draft_plans
 from sft_play.planning.candidates.tiles import may_tile, with_tiles

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Gemma3Config, Idefics3Config, PreTrainedTokenizerFast, Qwen3VLConfig, SmolVLMConfig
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
-from sft_play.vision.recipes import planning_recipe
+from sft_play.vision.recipes import KINDS, recipe_with
 
 CONFIGS = {
     "qwen": Qwen3VLConfig(vision_config=dict(patch_size=4, spatial_merge_size=2, temporal_patch_size=2)),
@@ -102,12 +103,33 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def published_sizes(config) -> dict:
+    """Of the image processors that such models are published with."""
+    vision = config.vision_config
+    if config.model_type == "qwen3_vl":
+        size = {"shortest_edge": 256**2, "longest_edge": 4096**2}
+        names = ("patch_size", "temporal_patch_size")
+        patches = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
+        return {"size": size, **patches, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if config.model_type == "gemma3":
+        return {"size": {"height": vision.image_size, "width": vision.image_size}}
+    longest = {"longest_edge": vision.image_size}
+    return {"size": {"longest_edge": 4 * vision.image_size}, "max_image_size": longest}
+
+
+def published_recipe(config, max_pixels: int | None = None):
+    """How such a model takes pictures, with the image processor that it is published with."""
+    kind = KINDS[config.model_type]
+    processor = getattr(transformers, kind.processor)(**published_sizes(config))
+    return recipe_with(kind, config, processor, max_pixels)
+
+
 def recipe_of(kind: str, tokenizer: PreTrainedTokenizerFast | None = None, max_pixels: int | None = None):
     """How such a model takes pictures, with the tokens of its small tokenizer; Qwen's as small as they are."""
     config = config_of(kind, tokenizer or tokenizer_of(kind))
     if kind != "qwen":
-        return planning_recipe(config, max_pixels)
-    recipe = planning_recipe(config)
+        return published_recipe(config, max_pixels)
+    recipe = published_recipe(config)
     size = {"shortest_edge": 32**2, "longest_edge": max_pixels or 512**2}
     family = replace(recipe.family, fewest=size["shortest_edge"], most=size["longest_edge"])
     settings = json.dumps({**json.loads(recipe.settings), "size": size}, sort_keys=True)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
-from sft_play.data.tokens import IGNORED
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.vision.types import picture_lists
 

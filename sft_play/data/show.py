@@ -24,9 +24,9 @@ from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source, open_source, opened
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import replacing_file
+from sft_play.parts import IGNORED
 from sft_play.report.table import Table, on_screen
 from sft_play.rows.formats import Conversation, convert, detect_format, with_format
 from sft_play.spelling import make, quoted, var

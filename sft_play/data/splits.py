@@ -13,9 +13,9 @@ from sft_play.config.inputs import DataInput
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.raw_text import joined_blocks
-from sft_play.data.tokens import IGNORED
 from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.spelling import make
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from sft_play.data.chat import Chat, supervised_turns
-from sft_play.data.tokens import IGNORED, Tokens, encode
+from sft_play.data.tokens import Tokens, encode
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 
 CONTEXT_SHARE = 4  # of a row of a cut exchange, one in so many tokens repeats what came before

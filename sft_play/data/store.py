@@ -13,13 +13,12 @@ import filelock
 import numpy as np
 import pyarrow as pa
 
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import StorageError
 from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest
+from sft_play.parts import IGNORED
 from sft_play.ui.console import console, warn
-from sft_play.vision.gallery import FOLDER as KEPT
-from sft_play.vision.types import PICTURES
+from sft_play.vision.types import FOLDER, PICTURES
 
 if TYPE_CHECKING:
     import datasets
@@ -83,7 +82,7 @@ def build(
             try:
                 meta = make(temporary)
                 # kept pictures have their hash in their names, and are checked as they are used
-                files = [name for name in files_in(temporary) if not name.startswith(f"{KEPT}/")]
+                files = [name for name in files_in(temporary) if not name.startswith(f"{FOLDER}/")]
                 write_manifest(temporary, meta, hash_files(temporary, files))
                 publish(temporary, folder)
             finally:

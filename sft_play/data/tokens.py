@@ -25,11 +25,11 @@ from sft_play.data.limits import limited_renderings
 from sft_play.data.spans import Found, find_tokens
 from sft_play.data.template import render
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.vision.expansion import expanded, pictures_in, repeated
 from sft_play.vision.types import Picture
 
-IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
 
 

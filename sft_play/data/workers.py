@@ -22,10 +22,11 @@ from sft_play.data.chat import Chat
 from sft_play.data.control_tokens import IN_TEXTS
 from sft_play.data.raw_text import in_sections
 from sft_play.data.splitting import split_rows
-from sft_play.data.tokens import IGNORED, Tokens, encode, tokenize_text
+from sft_play.data.tokens import Tokens, encode, tokenize_text
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import FORMATS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.unused import has_null_parts, has_placeholder, unused_keys

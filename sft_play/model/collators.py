@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from sft_play.data.batching import PAD_TO_MULTIPLE_OF
-from sft_play.data.tokens import IGNORED
+from sft_play.parts import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,8 +9,8 @@ from datasets import Dataset, concatenate_datasets
 
 from sft_play.data.batching import FILLER, Share, make_schedule, pack_shares, pack_sums, padded_length
 from sft_play.data.store import column_of, count_supervised
-from sft_play.data.tokens import IGNORED
 from sft_play.job import Job
+from sft_play.parts import IGNORED
 from sft_play.plan import Plan
 from sft_play.planning.candidates.batch import evaluation_batches
 

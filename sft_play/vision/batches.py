@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from sft_play.parts import IGNORED
 from sft_play.vision.looks import Look
 from sft_play.vision.types import Fit, Picture, pictures_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-IGNORED = -100  # label of a token that nothing is learned from
 
 
 def with_pictures(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.images import MARK
 from sft_play.vision.families import Recipe
 from sft_play.vision.types import Picture, pictures_of
 
-IGNORED = -100
 Span = tuple[int, int]
 
 

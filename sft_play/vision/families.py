@@ -13,8 +13,31 @@ MAX_SIDE = 4096  # of the processors of SmolVLM and Idefics3, whatever their set
 MAX_ASPECT = 200  # of those of Qwen
 
 
+class Family:
+    """What a picture becomes in a row of text, unless a family says otherwise."""
+
+    image: str  # the token that stands for features
+
+    @property
+    def placeholder(self) -> str:
+        """What a chat template writes for a picture."""
+        return self.image
+
+    def text(self, fit: Fit) -> str:
+        """What replaces the placeholder; each image token in it stands for one of `runs`."""
+        return self.image
+
+    def bare_text(self, fit: Fit) -> str:
+        """What replaces a picture where a template writes nothing for it."""
+        return self.text(fit)
+
+    def runs(self, fit: Fit) -> list[int]:
+        """Image tokens of each run."""
+        return [fit.tokens]
+
+
 @dataclass(frozen=True)
-class Patches:
+class Patches(Family):
     """Qwen3-VL, Qwen3.5: a picture keeps its shape and becomes a grid of patches, merged to tokens."""
 
     side: int  # of a patch, in pixels
@@ -25,11 +48,6 @@ class Patches:
     image: str = "<|image_pad|>"
     begin: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
-
-    @property
-    def placeholder(self) -> str:
-        """What a chat template writes for a picture."""
-        return self.image
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -53,21 +71,13 @@ class Patches:
         rows, columns = tall // self.side, wide // self.side
         return Fit(tall, wide, rows, columns, rows * columns, rows * columns // self.merged**2)
 
-    def text(self, fit: Fit) -> str:
-        """What replaces the placeholder; each image token in it stands for one of `runs`."""
-        return self.image
-
     def bare_text(self, fit: Fit) -> str:
         """What replaces a picture where a template writes nothing for it."""
         return f"{self.begin}{self.image}{self.end}"
 
-    def runs(self, fit: Fit) -> list[int]:
-        """Image tokens of each run."""
-        return [fit.tokens]
-
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(Family):
     """SmolVLM, Idefics3: a picture is resized to whole tiles and cut into them, with one of the whole."""
 
     side: int  # of a tile, in pixels
@@ -77,11 +87,6 @@ class Tiles:
     image: str = "<image>"
     between: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
-
-    @property
-    def placeholder(self) -> str:
-        """What a chat template writes for a picture."""
-        return self.image
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -123,17 +128,13 @@ class Tiles:
         tiles = (f"{self.between}<row_{row}_col_{column}>{self.image}" for column in _from_one(columns))
         return "".join(tiles) + "\n"
 
-    def bare_text(self, fit: Fit) -> str:
-        """What replaces a picture where a template writes nothing for it."""
-        return self.text(fit)
-
     def runs(self, fit: Fit) -> list[int]:
         """Image tokens of each run."""
         return [self.tokens] * fit.units
 
 
 @dataclass(frozen=True)
-class OneSize:
+class OneSize(Family):
     """Gemma 3: each picture is resized to the same square."""
 
     side: int  # in pixels
@@ -159,14 +160,6 @@ class OneSize:
     def text(self, fit: Fit) -> str:
         """What replaces the placeholder; each image token in it stands for one of `runs`."""
         return f"\n\n{self.begin}{self.image}{self.end}\n\n"
-
-    def bare_text(self, fit: Fit) -> str:
-        """What replaces a picture where a template writes nothing for it."""
-        return self.text(fit)
-
-    def runs(self, fit: Fit) -> list[int]:
-        """Image tokens of each run."""
-        return [self.tokens]
 
 
 @dataclass(frozen=True)

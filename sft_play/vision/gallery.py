@@ -20,9 +20,8 @@ from sft_play.rows.images import MARK, Message, Reference
 from sft_play.units import format_bytes
 from sft_play.vision.decoding import MAX_BYTES, size_of
 from sft_play.vision.families import Recipe
-from sft_play.vision.types import Picture
+from sft_play.vision.types import FOLDER, Picture
 
-FOLDER = "pictures"  # of prepared rows: what has no file of its own
 URL_SECONDS, URL_BYTES, PART_BYTES = 30.0, 32 << 20, 1 << 16
 WEB = ("http", "https")
 TEXT_ALONE = "this model learns from text alone"

@@ -12,7 +12,7 @@ from sft_play.vision.families import OneSize, Patches, Recipe, Tiles
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-ALLOWED = "models that learn from images: Qwen3-VL, Qwen3.5, SmolVLM2, Idefics3 and Gemma 3"
+ALLOWED = "models that learn from images: Qwen3-VL, SmolVLM2 and Idefics3"
 Settings = Mapping[str, Any]
 
 
@@ -66,8 +66,6 @@ class Kind:
 
     processor: str
     family: Callable[["PretrainedConfig", Settings, int | None], Patches | Tiles | OneSize]
-    published: Callable[["PretrainedConfig"], dict[str, Any]]
-    """The sizes of the processors that such models are published with."""
     names: Mapping[str, str]
     """Field of the family -> attribute of a tokenizer that calls its token something else."""
 
@@ -75,31 +73,16 @@ class Kind:
 QWEN = Kind(
     "Qwen2VLImageProcessorPil",
     _patches,
-    lambda config: {
-        "size": {"shortest_edge": 256**2, "longest_edge": 4096**2},
-        "patch_size": config.vision_config.patch_size,
-        "merge_size": config.vision_config.spatial_merge_size,
-        "temporal_patch_size": config.vision_config.temporal_patch_size,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    },
     {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"},
 )
 SMOLVLM = Kind(
     "SmolVLMImageProcessorPil",
     _tiles,
-    lambda config: {
-        "size": {"longest_edge": 4 * config.vision_config.image_size},
-        "max_image_size": {"longest_edge": config.vision_config.image_size},
-    },
     {"image": "image_token", "between": "fake_image_token", "whole": "global_image_token"},
 )
 GEMMA = Kind(
     "Gemma3ImageProcessorPil",
     _one_size,
-    lambda config: {
-        "size": {"height": config.vision_config.image_size, "width": config.vision_config.image_size}
-    },
     {"image": "image_token", "begin": "boi_token", "end": "eoi_token"},
 )
 KINDS = {
@@ -133,7 +116,7 @@ def recipe_for(
     except Exception as error:  # of a Hub client, or of whatever a file holds
         return f"the image processor of '{name}' cannot be loaded: {first_line(error)[:300]}"
     try:
-        recipe = _recipe(kind, config, processor, max_pixels)
+        recipe = recipe_with(kind, config, processor, max_pixels)
     except Unsuitable as problem:
         return f"'{name}' cannot be used with images: {problem}"
     named = {field: getattr(tokenizer, attribute, None) for field, attribute in kind.names.items()}
@@ -146,18 +129,13 @@ def recipe_for(
     return replace(recipe, family=family)
 
 
-def planning_recipe(config: "PretrainedConfig", max_pixels: int | None = None) -> Recipe | str:
-    """As `recipe_for`, of a config alone: with the processor that such models are published with."""
-    import transformers
+def recipe_with(kind: Kind, config: "PretrainedConfig", processor: Any, max_pixels: int | None) -> Recipe:
+    """How a model with this image processor takes pictures.
 
-    kind = KINDS.get(config.model_type)
-    if kind is None:
-        return f"{config.model_type} models learn from text alone; {ALLOWED}"
-    processor = getattr(transformers, kind.processor)(**kind.published(config))
-    return _recipe(kind, config, processor, max_pixels)
-
-
-def _recipe(kind: Kind, config: "PretrainedConfig", processor: Any, max_pixels: int | None) -> Recipe:
+    Raises:
+        Unsuitable: the processor does something else than the model, or than is known here.
+        ConfigError: data.image_max_pixels is less than each picture has.
+    """
     settings = json.loads(processor.to_json_string())
     if not all(settings[name] for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")):
         raise Unsuitable("its image processor does not resize, normalize or convert to RGB")

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-if TYPE_CHECKING:
-    import datasets
-
+FOLDER = "pictures"  # of prepared rows: what has no file of its own
 _NUMBERS = ("height", "width", "rows", "columns", "units", "tokens")
 FIT = pa.struct([(name, pa.int32()) for name in _NUMBERS])
 PICTURE = pa.struct(
@@ -56,15 +53,3 @@ def pictures_of(cell: Iterable[Mapping[str, Any]]) -> list[Picture]:
 def picture_lists(rows: Iterable[Iterable[Picture]]) -> pa.Array:
     """The column `pictures` of rows."""
     return pa.array([list(map(asdict, row)) for row in rows], PICTURES)
-
-
-def picture_counts(rows: "datasets.Dataset") -> np.ndarray:
-    """Pictures, units and image tokens of each prepared row, int64 [rows, 3]."""
-    column = rows.select_columns(["pictures"]).with_format("arrow")[:]["pictures"].combine_chunks()
-    counts = column.value_lengths().to_numpy()
-    ends = np.cumsum(counts)
-    fits = column.flatten().field("fit")
-    sums = [
-        np.concatenate([[0], np.cumsum(fits.field(name))])[[ends - counts, ends]] for name in _NUMBERS[-2:]
-    ]
-    return np.stack([counts, *(after - before for before, after in sums)], axis=1).astype(np.int64)

@@ -20,9 +20,9 @@ import torch
 from torch import distributed
 from torch.nn.functional import pad
 
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.collators import Batch, Collator
+from sft_play.parts import IGNORED
 
 KEY = "sequence_group"  # of a divided batch, which the model hands on to attention
 

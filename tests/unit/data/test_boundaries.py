@@ -8,7 +8,8 @@ import pytest
 from sft_play.data.boundaries import answer_start
 from sft_play.data.chat import make_chat
 from sft_play.data.spans import pieces_of
-from sft_play.data.tokens import IGNORED, encode, prompt_ids
+from sft_play.data.tokens import encode, prompt_ids
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import alternating
 from tests.unit.data.test_chat import learned_texts

@@ -7,8 +7,9 @@ import pytest
 
 from sft_play.data.chat import UNSTOPPED, answer_text, asked_turns, make_chat, render_rows
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED, encode
+from sft_play.data.tokens import encode
 from sft_play.errors import ConfigError, DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 
 # Each in the manner of a family of models; written for these tests.

@@ -9,8 +9,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.chat import make_chat, with_control_tokens
 from sft_play.data.control_tokens import BEGIN, END, control_tokens, without_marks
 from sft_play.data.prepare import prepare
-from sft_play.data.tokens import IGNORED, encode, prompt_ids
+from sft_play.data.tokens import encode, prompt_ids
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import alternating
 from tests.unit.data.test_chat import CHATML, LLAMA3, MARKED, MISTRAL, PHI, QWEN3, learned_texts

@@ -16,15 +16,15 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import prepare
 from sft_play.data.show import print_samples, process, table
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.load import load_data
+from sft_play.parts import IGNORED
 from sft_play.rows.images import MARK
 from sft_play.ui.console import console
 from sft_play.vision import gallery
 from sft_play.vision.decoding import pixels
 from sft_play.vision.expansion import pictures_in
-from sft_play.vision.types import picture_counts, pictures_of
+from sft_play.vision.types import pictures_of
 from tests.pictures import drawn, encoded, recipe_of, save, save_folder, tokenizer_of
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -66,16 +66,15 @@ def test_rows_have_image_tokens_and_pictures_and_are_counted(prepared, tmp_path)
     save(tmp_path / "a.png", 50, 90)
     save(tmp_path / "b" / "c.jpg", 300, 90)
     data = prepared([asked("a.png"), asked(text="What?"), asked("b/c.jpg", "a.png")])
-    counts = picture_counts(data.train)
-    assert counts[:, 0].tolist() == [1, 0, 2]
-    token = data.recipe.image_token_id
-    for row, (_, units, tokens) in zip(data.train, counts, strict=True):
-        found = pictures_of(row["pictures"])
+    rows = [pictures_of(row["pictures"]) for row in data.train]
+    assert list(map(len, rows)) == [1, 0, 2]
+    token, fits = data.recipe.image_token_id, [one.fit for found in rows for one in found]
+    for row, found in zip(data.train, rows, strict=True):
         ids, labels = np.array(row["input_ids"]), np.array(row["labels"])
         assert row["length"] == len(ids)
-        assert (ids == token).sum() == tokens == sum(one.fit.tokens for one in found)
+        assert (ids == token).sum() == sum(one.fit.tokens for one in found)
         assert (labels[ids == token] == IGNORED).all()
-        assert units == sum(len(pixels(one, data.recipe, data.cache_path)) for one in found)
+        assert all(len(pixels(one, data.recipe, data.cache_path)) == one.fit.units for one in found)
     first, second = pictures_of(data.train[2]["pictures"])
     assert (first.height, first.width, second.height, second.width) == (300, 90, 50, 90)
     assert (
@@ -83,7 +82,11 @@ def test_rows_have_image_tokens_and_pictures_and_are_counted(prepared, tmp_path)
         and first.size == (tmp_path / "b" / "c.jpg").stat().st_size
     )
     stats = data.stats["train"]
-    assert (stats["pictures"], stats["picture_units"], stats["picture_tokens"]) == tuple(counts.sum(axis=0))
+    assert (stats["pictures"], stats["picture_units"], stats["picture_tokens"]) == (
+        3,
+        sum(fit.units for fit in fits),
+        sum(fit.tokens for fit in fits),
+    )
     assert data.stats["images"]["processor"] == "Qwen2VLImageProcessorPil"
     assert data.stats["images"]["backend"].startswith("Pillow ")
 

@@ -20,8 +20,9 @@ from sft_play.data.prepare import first_day, prepare
 from sft_play.data.spans import Pieces, pieces_of
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED, prompt_ids
+from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
+from sft_play.parts import IGNORED
 from sft_play.rows.json_files import Row
 from tests.conftest import SHARED
 

@@ -9,8 +9,8 @@ from sft_play.data.length import block_tokens
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import read_rows, sections
 from sft_play.data.sources import open_source
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError
+from sft_play.parts import IGNORED
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -11,8 +11,9 @@ from sft_play.data.chat import make_chat
 from sft_play.data.prepare import prepare
 from sft_play.data.splitting import cut, split_rows
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED, Tokens, encode
+from sft_play.data.tokens import Tokens, encode
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 
 WORDS = ["What", "is", "two", "plus", "three", "five", "four", "Hello", "there", "friend"]

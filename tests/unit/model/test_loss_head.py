@@ -8,9 +8,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
-from sft_play.data.tokens import IGNORED
 from sft_play.model.layers.cpu import TILE, TiledLogProbs
 from sft_play.model.layers.loss_head import LogProbs, add_loss_head, token_loss
+from sft_play.parts import IGNORED
 from tests.rounding import assert_same_tensor, forward_terms, step_terms, summed
 
 HIDDEN, VOCABULARY = 24, 57

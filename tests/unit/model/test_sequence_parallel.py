@@ -4,7 +4,6 @@ from datasets import Dataset
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.attention.sequence_parallel import (
     KEY,
@@ -14,6 +13,7 @@ from sft_play.model.attention.sequence_parallel import (
     repeated_heads,
 )
 from sft_play.model.collators import joined_micro_batches
+from sft_play.parts import IGNORED
 from sft_play.sizing.trace.sharded import silent_group
 
 ROWS = Dataset.from_list(

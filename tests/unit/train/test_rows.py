@@ -5,8 +5,8 @@ from datasets import Dataset
 from sft_play.data import store
 from sft_play.data.batching import Share, pack_shares, rows_per_epoch
 from sft_play.data.store import count_supervised
-from sft_play.data.tokens import IGNORED
 from sft_play.model.collators import joined_micro_batches, padded_micro_batches
+from sft_play.parts import IGNORED
 from sft_play.plan import Plan
 from sft_play.train.rows import evaluation_rows, training_rows
 from tests.conftest import token_rows

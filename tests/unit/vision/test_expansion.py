@@ -10,8 +10,9 @@ from transformers import Gemma3Processor, Idefics3Processor
 
 from sft_play.data.chat import make_chat, with_control_tokens
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED, encode, prompt_ids
+from sft_play.data.tokens import encode, prompt_ids
 from sft_play.errors import DataError
+from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.rows.images import MARK
 from sft_play.vision.expansion import cut_before

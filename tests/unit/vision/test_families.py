@@ -12,8 +12,8 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from sft_play.errors import ConfigError
 from sft_play.vision.families import Patches, Tiles
-from sft_play.vision.recipes import planning_recipe
-from tests.pictures import CONFIGS, odd_sizes
+from sft_play.vision.recipes import recipe_for
+from tests.pictures import CONFIGS, odd_sizes, published_recipe
 
 SEED = random.randrange(2**32)
 
@@ -24,14 +24,14 @@ def processor_of(recipe, **changed):
 
 
 def qwen(fewest, most):
-    recipe = planning_recipe(CONFIGS["qwen"])
+    recipe = published_recipe(CONFIGS["qwen"])
     settings = {**json.loads(recipe.settings), "size": {"shortest_edge": fewest, "longest_edge": most}}
     family = replace(recipe.family, fewest=fewest, most=most)
     return replace(recipe, family=family, settings=json.dumps(settings))
 
 
 def tiles(kind, longest, **changed):
-    recipe = planning_recipe(CONFIGS[kind])
+    recipe = published_recipe(CONFIGS[kind])
     settings = {**json.loads(recipe.settings), "size": {"longest_edge": longest}, **changed}
     family = replace(recipe.family, longest=longest, cuts=settings["do_image_splitting"])
     return replace(recipe, family=family, settings=json.dumps(settings))
@@ -45,7 +45,7 @@ RECIPES = {
     "smolvlm, one tile": lambda: tiles("smolvlm", 64),
     "smolvlm, not cut": lambda: tiles("smolvlm", 256, do_image_splitting=False),
     "idefics3": lambda: tiles("idefics3", 256),
-    "gemma": lambda: planning_recipe(CONFIGS["gemma"]),
+    "gemma": lambda: published_recipe(CONFIGS["gemma"]),
 }
 
 
@@ -109,13 +109,13 @@ def test_a_picture_far_too_long_is_refused_by_patches_alone():
     with pytest.raises(ValueError, match="more than 200 times"):
         qwen(32**2, 256**2).fit(1, 201)
     assert tiles("smolvlm", 256).fit(1, 201).tokens
-    assert planning_recipe(CONFIGS["gemma"]).fit(1, 201).tokens == 16
+    assert published_recipe(CONFIGS["gemma"]).fit(1, 201).tokens == 16
 
 
 @pytest.mark.parametrize("kind", ["qwen", "smolvlm"])
 def test_image_max_pixels_bounds_what_a_picture_becomes(kind):
     limit = 300**2
-    recipe = planning_recipe(CONFIGS[kind], limit)
+    recipe = published_recipe(CONFIGS[kind], limit)
     for height, width in odd_sizes(15, SEED, 900):
         fit = recipe.fit(height, width)
         assert fit.height * fit.width <= limit
@@ -124,14 +124,14 @@ def test_image_max_pixels_bounds_what_a_picture_becomes(kind):
 
 @pytest.mark.parametrize(("kind", "fewest"), [("qwen", 256**2), ("smolvlm", 64**2), ("gemma", 64**2)])
 def test_image_max_pixels_below_what_each_picture_has_is_an_error(kind, fewest):
-    planning_recipe(CONFIGS[kind], fewest)
+    published_recipe(CONFIGS[kind], fewest)
     with pytest.raises(
         ConfigError, match=rf"image_max_pixels={fewest - 1} is less than the {fewest:,} pixels"
     ):
-        planning_recipe(CONFIGS[kind], fewest - 1)
+        published_recipe(CONFIGS[kind], fewest - 1)
 
 
 def test_models_of_text_alone_have_no_recipe():
-    said = planning_recipe(transformers.LlamaConfig())
-    assert "llama models learn from text alone" in said
+    said = recipe_for(transformers.LlamaConfig(), None, "x")
+    assert "'x' (llama) learns from text alone" in said
     assert "Qwen3-VL" in said
