@@ -172,6 +172,10 @@ check: $(READY) ## Check config, data, model, devices, disk, versions
 setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
 	$(SFT) setup-accelerate $(if $(call yes,AUTO),--auto)
 
+.PHONY: clean-cache
+clean-cache: $(READY) ## Remove tokenized rows, traces, measurements, models
+	$(SFT) clean-cache
+
 ##@ Data
 
 .PHONY: prepare
@@ -490,10 +494,6 @@ fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
 clean: ## Remove tool caches; keep data, runs and .venv
 	rm -rf $(TOOL_CACHES)
 	find sft_play tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
-
-.PHONY: clean-cache
-clean-cache: $(READY) ## Remove tokenized rows, traces, measurements, models
-	$(SFT) clean-cache
 
 .PHONY: clean-all
 clean-all: ## Also remove .venv, .cache and runs; needs CONFIRM=1

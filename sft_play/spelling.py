@@ -13,7 +13,7 @@ RUNS = "runs"  # the folder in which a run is named by its name alone
 SAME = [  # targets of make that are commands of sft-play
     "gpu-info", "memory-check", "device-profile", "check", "setup-accelerate", "prepare", "process", "style",
     "render", "dapt-docx", "plan", "probe", "train", "tensorboard", "eval", "eval-lm", "infer", "merge",
-    "merge-test", "report", "compare", "export", "push", "studio", "runs",
+    "merge-test", "report", "compare", "export", "push", "studio", "runs", "clean-cache",
 ]  # fmt: skip
 TARGETS = dict(zip(SAME, SAME, strict=True)) | {
     "train-distributed": "train --engine ddp",

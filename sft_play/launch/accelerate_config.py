@@ -17,8 +17,6 @@ from sft_play.ui.console import console
 
 CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
-SCRIPT = either("scripts/train_distributed.py", "--module sft_play.scripts.train_distributed")
-LAUNCH = f"{either('.venv/bin/', '')}accelerate launch {SCRIPT} --config configs/demo.yaml"
 
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:
@@ -54,7 +52,9 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
     settings = re.sub("^#.*\n", "", text, flags=re.MULTILINE).strip()
     said = f"wrote {path}, which `accelerate launch` reads without --config_file:\n\n{settings}\n"
     console().print(said)
-    console().print(ending({}, [LAUNCH]))
+    script = either("scripts/train_distributed.py", "--module sft_play.scripts.train_distributed")
+    launch = f"{either('.venv/bin/', '')}accelerate launch {script} --config configs/demo.yaml"
+    console().print(ending({}, [launch]))
     return 0
 
 

@@ -30,16 +30,7 @@ MOST_PROCESSES = 2**20
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
-KERNEL_KILLED = (
-    "meanwhile the kernel killed a process because the machine, or its container, had no memory left: make "
-    f"the run need less (train.batch_size, {var(NGPU=None)}, data.num_workers), or free some"
-)
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
-PAUSED = (
-    "the processes did not run for {:.0f} s: a scheduler suspended them, or the machine slept. Their "
-    f"collectives timed out meanwhile (parallel.timeout_s); none of them hangs. `{make('resume')}` "
-    "continues, and a larger parallel.timeout_s outlasts such a pause"
-)
 # Parts of a rank's error message when the cause is that another rank is gone.
 LOST_PEER = (
     "connection closed by peer",
@@ -203,7 +194,7 @@ def outcome(
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
     if paused_s and failed and all(says_lost_peer(report.message) for report in failed):
-        return RankExit(failed[0].rank, LaunchError.exit_code, PAUSED.format(paused_s))
+        return RankExit(failed[0].rank, LaunchError.exit_code, _paused(paused_s))
     with_cause = [report for report in failed if not (silent and says_lost_peer(report.message))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])
@@ -221,12 +212,27 @@ def outcome(
     if status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
-        text = _describe_silent(silent, log_tail) + (f"; {KERNEL_KILLED}" if kernel_killed else "")
+        text = _describe_silent(silent, log_tail) + (f"; {_kernel_killed()}" if kernel_killed else "")
     elif started:
         text = f"accelerate launch exited with status {status}"
     else:
         text = f"accelerate launch exited with status {status} before it started a rank"
     return RankExit(silent[0] if silent else 0, LaunchError.exit_code, f"{text}\n{log_tail}".strip())
+
+
+def _kernel_killed() -> str:
+    return (
+        "meanwhile the kernel killed a process because the machine, or its container, had no memory left: "
+        f"make the run need less (train.batch_size, {var(NGPU=None)}, data.num_workers), or free some"
+    )
+
+
+def _paused(seconds: float) -> str:
+    return (
+        f"the processes did not run for {seconds:.0f} s: a scheduler suspended them, or the machine slept. "
+        "Their collectives timed out meanwhile (parallel.timeout_s); none of them hangs. "
+        f"`{make('resume')}` continues, and a larger parallel.timeout_s outlasts such a pause"
+    )
 
 
 def _describe_silent(silent: Sequence[int], log_tail: str) -> str:

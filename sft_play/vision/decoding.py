@@ -100,14 +100,16 @@ def pixels(picture: Picture, recipe: Recipe, folder: Path) -> np.ndarray:
         content = read_whole(path, MAX_BYTES)
         image = decoded(content)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be used: {first_line(error)}. {_AGAIN}") from None
+        raise DataError(f"{path} cannot be used: {first_line(error)}. {_again()}") from None
     if (len(content), image.height, image.width) != (picture.size, picture.height, picture.width):
-        raise DataError(f"{path} has changed since the rows were prepared. {_AGAIN}")
+        raise DataError(f"{path} has changed since the rows were prepared. {_again()}")
     found = _processor(recipe.processor, recipe.settings)(images=[[image]])["pixel_values"]
     return np.asarray(found, np.float32).reshape(picture.fit.units, *recipe.family.unit_shape)
 
 
-_AGAIN = f"Put the file back, or prepare the rows again: `make clean-cache`, then `{make('prepare')}`"
+def _again() -> str:
+    remade = f"`{make('clean-cache')}`, then `{make('prepare')}`"
+    return f"Put the file back, or prepare the rows again: {remade}"
 
 
 @cache

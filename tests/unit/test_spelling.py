@@ -107,6 +107,22 @@ def test_no_message_spells_a_command_or_a_setting_by_hand():
     assert {file for file, _ in found} <= BY_HAND, found
 
 
+def test_no_message_is_spelled_when_its_module_is_imported():
+    """Who its reader is, is known when a command runs."""
+    spelled = {"make", "var", "either", "login", "settings_page"}
+    found = [
+        (file, node.lineno)
+        for file, nodes in CODE.items()
+        for outer in nodes
+        if isinstance(outer, ast.Module)
+        for statement in outer.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in spelled
+    ]
+    assert len(CODE) > 300 and not found
+
+
 def value_of(node: ast.expr) -> object:
     """What is written, or a word or number for what is filled in."""
     return node.value if isinstance(node, ast.Constant) else "1"

@@ -13,8 +13,6 @@ from sft_play.spelling import var
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
 NORMAL_P95 = 1.6448536269514722  # the 95th percentile of the standard normal distribution
-DRAWN = var(ROWS=5000, LENGTHS="lognormal:1500:6000")
-EXAMPLE = f"e.g. {var(ROWS=5000, TOKENS=1500)}, or {DRAWN} (median and 95th percentile)"
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,11 @@ class DescribedRows:
     lengths: Lengths
 
 
+def _example() -> str:
+    drawn = var(ROWS=5000, LENGTHS="lognormal:1500:6000")
+    return f"e.g. {var(ROWS=5000, TOKENS=1500)}, or {drawn} (median and 95th percentile)"
+
+
 def described_rows(rows: int | None, tokens: int | None, lengths: str | None) -> DescribedRows | None:
     """What was asked for with ROWS, and TOKENS or LENGTHS; None if nothing was.
 
@@ -50,20 +53,20 @@ def described_rows(rows: int | None, tokens: int | None, lengths: str | None) ->
     if rows is None:
         raise ConfigError(
             f"{var(TOKENS=None)} and {var(LENGTHS=None)} describe the length of rows and need "
-            f"{var(ROWS=None)}, their number: {EXAMPLE}"
+            f"{var(ROWS=None)}, their number: {_example()}"
         )
     if (tokens is None) == (lengths is None):
         either = f"{var(TOKENS=None)}, their median, or {var(LENGTHS=None)}"
-        raise ConfigError(f"{var(ROWS=rows)} needs either {either}: {EXAMPLE}")
+        raise ConfigError(f"{var(ROWS=rows)} needs either {either}: {_example()}")
     if tokens is not None:
         return DescribedRows(rows, Lengths(tokens, round(DEFAULT_SPREAD * tokens)))
     kind, *numbers = str(lengths).split(":")
     if kind != "lognormal" or len(numbers) != 2 or not all(each.isdigit() for each in numbers):
-        raise ConfigError(f"{var(LENGTHS=lengths)}: expected lognormal:median:p95 in tokens, {EXAMPLE}")
+        raise ConfigError(f"{var(LENGTHS=lengths)}: expected lognormal:median:p95 in tokens, {_example()}")
     median, p95 = map(int, numbers)
     if not 2 <= median <= p95 <= MAX_UNSTATED:
         raise ConfigError(
-            f"{var(LENGTHS=lengths)}: expected 2 <= median <= p95 <= {MAX_UNSTATED:,} tokens, {EXAMPLE}"
+            f"{var(LENGTHS=lengths)}: expected 2 <= median <= p95 <= {MAX_UNSTATED:,} tokens, {_example()}"
         )
     return DescribedRows(rows, Lengths(median, p95))
 
