@@ -13,6 +13,7 @@
 #? CONTEXT=max                      longest row that fits, or check a length
 #? ROWS=5000 TOKENS=1500            plan without data: rows, median length
 #? LENGTHS=lognormal:1500:6000      or median and 95th percentile of lengths
+#? IMAGES=2 PIXELS=1024x768         images of each row
 #? GPU_HOUR=2.5                     price of a GPU hour, for the cost of a run
 #? WHY=1                            explain every choice of a plan
 #? MODE=qlora                       training method: full, lora or qlora
@@ -33,8 +34,8 @@ $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(ev
 $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM CONTEXT DTYPE ENGINE EXTRAS FORCE FORMAT GPU GPU_HOUR IN LENGTHS LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REMOVE REPO ROWS RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME TOKENS V VENV WHAT WHY ZERO
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM CONTEXT DTYPE ENGINE EXTRAS FORCE FORMAT GPU GPU_HOUR IMAGES IN LENGTHS LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
+        OFFLOAD OUT PARTITION PIXELS PROBE PUBLIC PYTHON RANK REMOVE REPO ROWS RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME TOKENS V VENV WHAT WHY ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -84,7 +85,7 @@ OF_RUN = $(if $(and $(RUN),$(filter file,$(origin CONFIG))),--config $(call quot
 # A plan for MODEL takes a config only if one was typed.
 PLANNED = $(if $(and $(MODEL),$(filter file,$(origin CONFIG))),,--config $(call quote,$(CONFIG)))
 # What a plan is asked of rows that are not here.
-UNSEEN = $(if $(CONTEXT), $(call flag,--context,$(CONTEXT)))$(if $(ROWS), $(call flag,--rows,$(ROWS)))$(if $(TOKENS), $(call flag,--tokens,$(TOKENS)))$(if $(LENGTHS), $(call flag,--lengths,$(LENGTHS)))$(if $(GPU_HOUR), $(call flag,--gpu-hour,$(GPU_HOUR)))
+UNSEEN = $(if $(CONTEXT), $(call flag,--context,$(CONTEXT)))$(if $(ROWS), $(call flag,--rows,$(ROWS)))$(if $(TOKENS), $(call flag,--tokens,$(TOKENS)))$(if $(LENGTHS), $(call flag,--lengths,$(LENGTHS)))$(if $(IMAGES), $(call flag,--images,$(IMAGES)))$(if $(PIXELS), $(call flag,--pixels,$(PIXELS)))$(if $(GPU_HOUR), $(call flag,--gpu-hour,$(GPU_HOUR)))
 # The arguments of tools that do not know --args: words at spaces.
 WORDS = $(foreach word,$(call one_line,$(ARGS)),$(call quote,$(word)))
 # pytest splits its variable into words like a shell.

@@ -57,6 +57,8 @@ FLAGS = {
     "ROWS": "--rows",
     "TOKENS": "--tokens",
     "LENGTHS": "--lengths",
+    "IMAGES": "--images",
+    "PIXELS": "--pixels",
     "GPU_HOUR": "--gpu-hour",
 }
 SWITCHES = {"AUTO": "--auto", "CHAT": "--chat", "FORCE": "--force", "PUBLIC": "--public", "WHY": "--why"}

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Gemma3Config, Idefics3Config, PreTrainedTokenizerFast, Qwen3VLConfig, SmolVLMConfig
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
+from sft_play.vision.described import published_settings
 from sft_play.vision.recipes import KINDS, recipe_with
 
 CONFIGS = {
@@ -103,24 +104,18 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def published_sizes(config) -> dict:
+def published_recipe_settings(config) -> dict:
     """Of the image processors that such models are published with."""
-    vision = config.vision_config
-    if config.model_type == "qwen3_vl":
-        size = {"shortest_edge": 256**2, "longest_edge": 4096**2}
-        names = ("patch_size", "temporal_patch_size")
-        patches = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
-        return {"size": size, **patches, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if config.model_type == "gemma3":
-        return {"size": {"height": vision.image_size, "width": vision.image_size}}
-    longest = {"longest_edge": vision.image_size}
-    return {"size": {"longest_edge": 4 * vision.image_size}, "max_image_size": longest}
+        side = config.vision_config.image_size
+        return {"size": {"height": side, "width": side}}
+    return dict(published_settings(config))
 
 
 def published_recipe(config, max_pixels: int | None = None):
     """How such a model takes pictures, with the image processor that it is published with."""
     kind = KINDS[config.model_type]
-    processor = getattr(transformers, kind.processor)(**published_sizes(config))
+    processor = getattr(transformers, kind.processor)(**published_recipe_settings(config))
     return recipe_with(kind, config, processor, max_pixels)
 
 

@@ -35,6 +35,8 @@ class Resumed:
                 file.write(f"{report.nodeid}\n")
 
     def pytest_sessionfinish(self, session):
+        if session.config.option.collectonly:
+            return
         if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:
             session.exitstatus = pytest.ExitCode.OK  # all had passed when it was cut
         if session.exitstatus == pytest.ExitCode.OK:

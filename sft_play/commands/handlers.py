@@ -24,7 +24,7 @@ from sft_play.commands.command_line import (
 from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.ui.console import console, quiet_libraries
 
-MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
+MOST_ROWS, MOST_TOKENS, MOST_IMAGES = 10_000_000, 2**20, 1000  # of data that is not here
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of merged weights
 
@@ -78,6 +78,8 @@ def check(args: Arguments) -> int:
 @number("--rows", "ROWS", "number of training rows, to plan without data", 1, MOST_ROWS)
 @number("--tokens", "TOKENS", "median length of these rows in tokens", 2, MOST_TOKENS)
 @flag("--lengths", "or the distribution of their lengths", metavar="lognormal:MEDIAN:P95")
+@number("--images", "IMAGES", "images of each of these rows", 1, MOST_IMAGES)
+@flag("--pixels", "width and height of these images", metavar="1024x768")
 @amount("--gpu-hour", "GPU_HOUR", "price of one GPU per hour, to estimate what the run costs", "PRICE")
 @switch("--why", "also explain each choice, and show memory by phase and other numbers of GPUs")
 def plan(args: Arguments, model: str | None, **_flags: object) -> int:

@@ -39,7 +39,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.rows.facts import DataFacts, data_facts
 from sft_play.planning.speed.devices import ensure_profile
-from sft_play.reasons.evidence import AssumedRows, DescribedLengths
+from sft_play.reasons.evidence import AssumedRows, DescribedImages, DescribedLengths
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import apart, make_command, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
@@ -48,6 +48,7 @@ from sft_play.spelling import by_make, make, quoted, var
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.units import counted
+from sft_play.vision.described import described_picture, processor_settings
 
 
 def plan_command(
@@ -65,11 +66,12 @@ def plan_command(
         DoesNotFitError: nothing fits; the message has the commands that would.
     """
     asked = Asked.of(args)
-    described = described_rows(asked.rows, asked.tokens, asked.lengths)
+    described = described_rows(asked.rows, asked.tokens, asked.lengths, asked.images, asked.pixels)
     if asked.context and (described or asked.gpu_hour):
         raise ConfigError(
             f"{var(CONTEXT=None)} asks for the longest row; {var(ROWS=None)}, {var(TOKENS=None)}, "
-            f"{var(LENGTHS=None)} and {var(GPU_HOUR=None)} have no effect on it: leave them out"
+            f"{var(LENGTHS=None)}, {var(IMAGES=None)} and {var(GPU_HOUR=None)} have no effect on it: leave "
+            "them out"
         )
     with quiet_libraries(project_dir() / "plan.log"):
         resolved = _config(asked)
@@ -171,21 +173,34 @@ def _facts(
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
     if described:
-        facts, longer = described_facts(described, config, architecture.facts.position_limit)
-        lengths = described.lengths
-        found = DescribedLengths(
-            rows=described.rows,
-            median=lengths.median,
-            p95=lengths.p95,
-            longest=facts.longest_row,
-            longer=longer,
-            overlong=config.data.overlong,
-        )
-        return facts, [found]
+        return _described(described, config, architecture)
     facts = DataFacts.unseen(config, architecture)
     if config.data.sources or resolved.origins["data.train_path"] != "default":
         facts = data_facts(config, architecture, progress=not asked.json)
     return facts, []
+
+
+def _described(
+    asked: DescribedRows, config: RunConfig, architecture: Architecture
+) -> tuple[DataFacts, list[Reason]]:
+    picture = None
+    if asked.images:
+        settings, max_pixels = processor_settings(config.model.name), config.data.image_max_pixels
+        picture = architecture.ask(described_picture, settings, max_pixels, *asked.size)
+    facts, longer = described_facts(asked, config, architecture.facts.position_limit, picture)
+    lengths = DescribedLengths(
+        rows=asked.rows,
+        median=asked.lengths.median,
+        p95=asked.lengths.p95,
+        longest=facts.longest_row,
+        longer=longer,
+        overlong="drop" if picture else config.data.overlong,
+    )
+    if picture is None:
+        return facts, [lengths]
+    height, width = asked.size
+    seen = DescribedImages(asked.images, width, height, picture.fit.tokens, picture.row_tokens)
+    return facts, [lengths, seen]
 
 
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:

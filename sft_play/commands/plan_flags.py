@@ -25,6 +25,8 @@ class Asked:
     rows: int | None
     tokens: int | None
     lengths: str | None
+    images: int | None
+    pixels: str | None
     gpu_hour: float | None
     why: bool
 
@@ -52,5 +54,6 @@ class Asked:
         """What to type to ask the same."""
         named: dict[str, object] = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus}
         named |= {"CONTEXT": self.context, "ROWS": self.rows, "TOKENS": self.tokens}
-        named |= {"LENGTHS": self.lengths, "GPU_HOUR": self.gpu_hour, "WHY": "1" if self.why else None}
+        named |= {"LENGTHS": self.lengths, "IMAGES": self.images, "PIXELS": self.pixels}
+        named |= {"GPU_HOUR": self.gpu_hour, "WHY": "1" if self.why else None}
         return make_command("plan", self.config, self.overrides, **named)

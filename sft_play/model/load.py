@@ -13,6 +13,7 @@ from sft_play.model.architecture.published import MODELS_FILE, asked_before_the_
 from sft_play.model.architecture.rope import with_rope_scaling
 from sft_play.model.architecture.shape import (
     empty_model,
+    know_multimodal,
     require_decoder,
     require_few_layers,
     require_sound_sizes,
@@ -243,7 +244,9 @@ def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
         return load_model_config(model), []
     note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
     access = [f"to train it, {known.access}"] if known.gated else []
-    return with_rope_scaling(AutoConfig.for_model(**known.config), model), [note, *access]
+    config = AutoConfig.for_model(**known.config)
+    know_multimodal(config)
+    return with_rope_scaling(config, model), [note, *access]
 
 
 @dataclass(frozen=True)

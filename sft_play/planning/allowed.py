@@ -33,6 +33,7 @@ from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
+from sft_play.vision.support import require_supported, trained_on_images
 
 
 def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
@@ -44,6 +45,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     config, architecture, facts = request.config, request.architecture, request.facts
     device, train = request.device, config.train
     _require_kernels(request)
+    if facts.pictures.exist:
+        require_supported(config, architecture.config, seen=True)
     if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
@@ -74,6 +77,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         padding_free=not padded,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
+    drafts = trained_on_images(drafts) if facts.pictures.exist else drafts
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
@@ -97,7 +101,8 @@ def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Pl
     best = next((row for row in rows if may_change and _is_here(row, device)), None)
     share = verdicts[best.name].share if best else 1.0
     pays = compiled is not None and compiled.pays(draft.schedule.total_steps, share)
-    if pays and may_compile(config, draft, request.architecture) and not missing_for_compiler(device.kind):
+    may = may_compile(config, draft, request.architecture, images=request.facts.pictures.exist)
+    if pays and may and not missing_for_compiler(device.kind):
         return replace(draft, compile=True, kernels_origin=PROBED)
     return replace(draft, kernels=best.name, kernels_origin=PROBED) if best else draft
 

@@ -154,15 +154,33 @@ class DescribedLengths(Reason, kw_only=True):
     overlong: str  # what becomes of these: data.overlong
 
     def __str__(self) -> str:
+        spread = f"half of them up to {self.median:,} tokens and 95% up to {self.p95:,} (lognormal)"
+        lengths = f"of {self.median:,} tokens" if self.median == self.p95 else spread
         found = (
-            f"planned without data: {self.rows:,} rows assumed, half of them up to {self.median:,} tokens "
-            f"and 95% up to {self.p95:,} (lognormal), the longest {self.longest:,}, with loss on every token"
+            f"planned without data: {self.rows:,} rows assumed, {lengths}, the longest {self.longest:,}, "
+            "with loss on every token"
         )
         if not self.longer:
             return found
         cut = {"drop": "left out", "truncate": "cut"}.get(self.overlong, "split")
         are = "is" if self.longer == 1 else "are"
         return f"{found}; {counted(self.longer, 'row')} above the limit {are} {cut}"
+
+
+class DescribedImages(Reason):
+    """The images of training rows that are not here."""
+
+    images: int  # of each row
+    width: int  # of each, in pixels
+    height: int
+    tokens: int  # that stand for its features
+    row_tokens: int  # with those around them
+
+    def __str__(self) -> str:
+        return (
+            f"to the text of each row, {counted(self.images, 'image')} of {self.width} x {self.height} "
+            f"pixels: {self.tokens:,} tokens each, {self.row_tokens:,} with those around it, without loss"
+        )
 
 
 class Corrected(Reason):

@@ -48,7 +48,6 @@ from sft_play.upstream.patching import lasting
 from sft_play.vision.batches import with_pictures
 from sft_play.vision.decoding import pixels
 from sft_play.vision.looks import Look
-from sft_play.vision.support import require_planned
 
 
 @dataclass(frozen=True)
@@ -188,8 +187,6 @@ def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> 
 def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Collator:
     """With images, and `always`, each micro-batch has one."""
     pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, Look.of(job.architecture)
-    if recipe:
-        require_planned(job.plan)
     if not job.plan.rows.joined:
         return padded_micro_batches(batches.rows, pad_id)
     joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)

@@ -1,7 +1,7 @@
 """How the pictures of all rows are given to a model, as numbers: what a plan knows of them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,11 @@ class RowFits:
     starts: np.ndarray | None = None  # where those of each row begin, and where all end: [rows + 1]
     smallest: Fit | None = None  # the picture that a micro-batch without any gets, as in `with_smallest`
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is any picture."""
+        return self.fits is not None
+
     def units(self, rows: int) -> np.ndarray:
         """Patches or tiles of each of so many rows, [rows]."""
         if self.fits is None or self.starts is None:
@@ -36,6 +41,11 @@ class RowFits:
             return ()
         parts = (self.fits[self.starts[row] : self.starts[row + 1]] for row in rows if row >= 0)
         return tuple(Fit(*fit) for part in parts for fit in part.tolist())
+
+
+def same_fits(rows: int, pictures: int, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
+    """The fields of the `RowFits` of rows that have so many pictures each, all alike."""
+    return np.tile(astuple(fit), (rows * pictures, 1)), np.arange(rows + 1) * pictures
 
 
 def fits_of_rows(rows: "datasets.Dataset") -> tuple[np.ndarray | None, np.ndarray | None]:

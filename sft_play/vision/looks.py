@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gemma3": ("model.vision_tower", "model.multi_modal_projector"),
 }
 JOINED = ("qwen3_vl", "smolvlm", "idefics3")  # whose rows with pictures are joined end to end
+TRAINED = "Qwen3-VL, SmolVLM2 and Idefics3"  # the same, for a person
 
 
 def seeing_parts(config: "PretrainedConfig") -> tuple[str, ...]:

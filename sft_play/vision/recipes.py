@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError, first_line
 from sft_play.vision.families import OneSize, Patches, Recipe, Tiles
+from sft_play.vision.looks import TRAINED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-ALLOWED = "models that learn from images: Qwen3-VL, SmolVLM2 and Idefics3"
 Settings = Mapping[str, Any]
 
 
@@ -110,7 +110,9 @@ def recipe_for(
 
     kind = KINDS.get(config.model_type)
     if kind is None:
-        return f"'{name}' ({config.model_type}) learns from text alone; {ALLOWED}"
+        return (
+            f"'{name}' ({config.model_type}) learns from text alone; models that learn from images: {TRAINED}"
+        )
     try:
         processor = getattr(transformers, kind.processor).from_pretrained(name, revision=revision)
     except Exception as error:  # of a Hub client, or of whatever a file holds

@@ -1,12 +1,13 @@
 """What of a run goes together with images; everything else is refused in a sentence before it is planned."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sft_play.choices.engines import SEVERAL, TRAITS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import TRAINED, Look
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,7 +26,7 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
     if seen and Look.of(architecture) is None:
         raise ConfigError(
             f"model.name: rows with images of {architecture.model_type} would have to be padded, which is "
-            "not supported yet; use a model of Qwen3-VL, SmolVLM2 or Idefics3, or train on rows of text"
+            f"not supported yet; use one of {TRAINED}, or train on rows of text"
         )
     if seen and (setting := _against_images(config)):
         raise ConfigError(f"{setting} is not supported yet for rows with images; leave it out")
@@ -59,20 +60,22 @@ def _against_images(config: RunConfig) -> str | None:
     return next((setting for setting, excluded in settings.items() if excluded), None)
 
 
-def require_planned(plan: Plan) -> None:
-    """Raises a ConfigError if a plan for rows with images has chosen what does not go together with them."""
-    if not TRAITS[plan.sharing.engine].takes_images:
-        others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
+def trained_on_images(drafts: Sequence[Plan]) -> list[Plan]:
+    """Those of some plans with which rows with images can be trained.
+
+    Raises:
+        ConfigError: there is none, since their engine, or rows that have to be padded, exclude it.
+    """
+    found = [draft for draft in drafts if TRAITS[draft.sharing.engine].takes_images and draft.rows.joined]
+    if found or not drafts:
+        return found
+    if not drafts[0].rows.joined:
         raise ConfigError(
-            f"parallel.engine={plan.sharing.engine} is not supported yet for rows with images; set "
-            f"parallel.engine={others}"
+            "rows with images are joined end to end, and this model's rows would be padded; use one of "
+            f"{TRAINED}"
         )
-    if not plan.rows.joined:
-        raise ConfigError(
-            "rows with images are joined end to end, and this model's rows would be padded; use a model of "
-            "Qwen3-VL, SmolVLM2 or Idefics3"
-        )
-    if plan.compile:
-        raise ConfigError(
-            "compiled layers are not supported yet for rows with images; set train.compile=false"
-        )
+    others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
+    raise ConfigError(
+        f"parallel.engine={drafts[0].sharing.engine} is not supported yet for rows with images; set "
+        f"parallel.engine={others}"
+    )

@@ -223,6 +223,7 @@ def test_a_new_lock_installs_again(ready):
         ("plan", {"GPU": "L4", "CONTEXT": "max"}, "--gpu 'L4'  --config 'configs/demo.yaml' --context 'max'"),
         ("plan", {"ROWS": "50", "TOKENS": "9"}, " --rows '50' --tokens '9'"),
         ("plan", {"ROWS": "50", "LENGTHS": "lognormal:9:20"}, " --rows '50' --lengths 'lognormal:9:20'"),
+        ("plan", {"IMAGES": "2", "PIXELS": "1024x768"}, " --images '2' --pixels '1024x768'"),
         ("plan", {"GPU_HOUR": "2.5"}, " --gpu-hour '2.5'"),
         ("train", {"MODE": "full"}, "--config 'configs/demo.yaml' 'tuning.mode=full'"),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),

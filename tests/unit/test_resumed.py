@@ -29,9 +29,11 @@ def run(pytester, monkeypatch):
     pytester.makepyfile(SUITE)
     pytester.makeini("[pytest]")
 
-    def session(now: str) -> tuple[int, str]:
+    def session(now: str, *words: str) -> tuple[int, str]:
         monkeypatch.setenv("NOW", now)
-        result = pytester.runpytest_inprocess("-v", plugins=[Resumed(pytester.path / "passed" / "names")])
+        result = pytester.runpytest_inprocess(
+            "-v", *words, plugins=[Resumed(pytester.path / "passed" / "names")]
+        )
         return int(result.ret), "".join(name for name in "abcd" if f"::test_{name} " in result.stdout.str())
 
     return session
@@ -39,6 +41,7 @@ def run(pytester, monkeypatch):
 
 def test_only_what_has_not_passed_is_run_again_until_all_have(run, pytester):
     assert run("broken dirty cut") == (9, "abcd")
+    assert run("", "--collect-only")[0] == 0
     assert run("dirty") == (1, "bcd")
     assert run("") == (0, "c")
     assert not list((pytester.path / "passed").iterdir()) and run("") == (0, "abcd")

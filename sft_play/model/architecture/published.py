@@ -58,7 +58,7 @@ def published_models() -> dict[str, PublishedModel]:
 
 
 def hub_name(typed: str) -> str:
-    """The name on the Hub for what was typed, which may lack the organization: "qwen3-8b".
+    """The name on the Hub for what was typed, which may lack the organization, or an end: "qwen3-vl-8b".
 
     Folders and names with an organization are returned as they are.
 
@@ -70,6 +70,9 @@ def hub_name(typed: str) -> str:
     by_short_name = {name.rpartition("/")[2]: model for name, model in published_models().items()}
     if typed.lower() in by_short_name:
         return by_short_name[typed.lower()].name
+    longer = [model for name, model in by_short_name.items() if name.startswith(f"{typed.lower()}-")]
+    if longer and all(model.config == longer[0].config for model in longer):
+        return longer[0].name
     close = difflib.get_close_matches(typed.lower(), by_short_name, n=4, cutoff=0.0)
     names = ", ".join(by_short_name[name].name for name in close)
     raise ConfigError(

@@ -15,6 +15,7 @@ from sft_play.machine.prices import price_of
 from sft_play.planning.budget import has_expandable_segments
 from sft_play.planning.request import Request
 from sft_play.sizing.facts.step_facts import has_attention_packages
+from sft_play.vision.fits import RowFits
 
 # What runs have left in the cache, and plans count on.
 MEASURED = ("overhead", "probes", "profiles", "speeds")
@@ -61,4 +62,6 @@ def _told(request: Request) -> tuple[object, ...]:
 
 
 def _rows_told(value: object) -> object:
+    if isinstance(value, RowFits):
+        return [*map(_rows_told, (value.fits, value.starts)), value.smallest]
     return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else value

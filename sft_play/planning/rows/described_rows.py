@@ -1,15 +1,17 @@
-"""Training rows that are not here: their number and how their lengths are spread, as a person knows them."""
+"""Training rows that are not here: their number, lengths and images, as a person knows them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError
-from sft_play.planning.rows.facts import DataFacts, RowSizes
+from sft_play.planning.rows.facts import UNSEEN_ROWS, UNSEEN_SEQ_LEN, DataFacts, RowSizes
 from sft_play.spelling import var
+from sft_play.vision.described import DescribedPicture, size_asked
+from sft_play.vision.fits import same_fits
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
 NORMAL_P95 = 1.6448536269514722  # the 95th percentile of the standard normal distribution
@@ -34,7 +36,9 @@ class DescribedRows:
     """Rows as they are asked for."""
 
     rows: int
-    lengths: Lengths
+    lengths: Lengths  # of their texts
+    images: int = 0  # of each row
+    size: tuple[int, int] = (0, 0)  # height and width of these, in pixels
 
 
 def _example() -> str:
@@ -42,14 +46,39 @@ def _example() -> str:
     return f"e.g. {var(ROWS=5000, TOKENS=1500)}, or {drawn} (median and 95th percentile)"
 
 
-def described_rows(rows: int | None, tokens: int | None, lengths: str | None) -> DescribedRows | None:
-    """What was asked for with ROWS, and TOKENS or LENGTHS; None if nothing was.
+def described_rows(
+    rows: int | None,
+    tokens: int | None,
+    lengths: str | None,
+    images: int | None = None,
+    pixels: str | None = None,
+) -> DescribedRows | None:
+    """What was asked for with ROWS, and TOKENS or LENGTHS, and with IMAGES and PIXELS; None if nothing was.
+
+    Images alone are those of as many rows as are assumed without data, whose texts are as long.
 
     Raises:
-        ConfigError: one of them is missing, too much or no distribution.
+        ConfigError: one of them is missing, too much, no distribution or no size.
     """
-    if rows is None and tokens is None and lengths is None:
-        return None
+    if (images is None) != (pixels is None):
+        raise ConfigError(
+            f"{var(IMAGES=None)}, of each row, and {var(PIXELS=None)}, their size, belong together: e.g. "
+            f"{var(IMAGES=2, PIXELS='1024x768')}"
+        )
+    if rows is tokens is lengths is None:
+        if images is None:
+            return None
+        rows, lengths = UNSEEN_ROWS, f"lognormal:{UNSEEN_SEQ_LEN}:{UNSEEN_SEQ_LEN}"
+    found = _described_texts(rows, tokens, lengths)
+    if pixels is None or images is None:
+        return found
+    if (size := size_asked(pixels)) is None:
+        raise ConfigError(f"{var(PIXELS=pixels)}: expected width x height, e.g. {var(PIXELS='1024x768')}")
+    return replace(found, images=images, size=size)
+
+
+def _described_texts(rows: int | None, tokens: int | None, lengths: str | None) -> DescribedRows:
+    """Rows without images; errors as of `described_rows`."""
     if rows is None:
         raise ConfigError(
             f"{var(TOKENS=None)} and {var(LENGTHS=None)} describe the length of rows and need "
@@ -71,15 +100,22 @@ def described_rows(rows: int | None, tokens: int | None, lengths: str | None) ->
     return DescribedRows(rows, Lengths(median, p95))
 
 
-def described_facts(asked: DescribedRows, config: RunConfig, positions: int | None) -> tuple[DataFacts, int]:
-    """The facts of such rows, every token of them supervised, and how many are longer than the limit.
+def described_facts(
+    asked: DescribedRows,
+    config: RunConfig,
+    positions: int | None,
+    picture: DescribedPicture | None = None,
+) -> tuple[DataFacts, int]:
+    """The facts of such rows, every token of their texts supervised, and how many are longer than the limit.
 
-    The limit is model.max_seq_len or the model's positions; data.overlong says what becomes of longer rows.
+    The limit is model.max_seq_len or the model's positions; data.overlong says what becomes of longer rows,
+    but those with images, each as `picture`, are left out.
 
     Raises:
         ConfigError: no row is left, or data.overlong=error and one is longer.
     """
-    lengths = asked.lengths.draw(asked.rows, config.train.seed)
+    seen = asked.images * picture.row_tokens if picture else 0
+    lengths = asked.lengths.draw(asked.rows, config.train.seed) + seen
     limit = positions if config.model.max_seq_len == "auto" else config.model.max_seq_len
     longer = 0
     if limit is not None:
@@ -89,15 +125,19 @@ def described_facts(asked: DescribedRows, config: RunConfig, positions: int | No
                 f"{longer:,} of {asked.rows:,} rows are longer than {limit:,} tokens, which "
                 "data.overlong=error refuses; set model.max_seq_len, or data.overlong to drop or truncate"
             )
-        lengths = _fitted(lengths, limit, config.data.overlong)
+        lengths = _fitted(lengths, limit, "drop" if picture else config.data.overlong)
     if not len(lengths):
         raise ConfigError(
             f"all {asked.rows:,} rows are longer than {limit:,} tokens; set model.max_seq_len or "
-            "data.overlong=truncate"
+            + ("data.image_max_pixels" if picture else "data.overlong=truncate")
         )
     longest = int(lengths.max()) if config.model.max_seq_len == "auto" else config.model.max_seq_len
-    sizes = RowSizes(lengths, lengths - 1, None, None, longest, ())
-    return DataFacts.of_sizes(sizes, config), longer
+    sizes = RowSizes(lengths, lengths - seen - 1, None, None, longest, ())
+    if picture is None:
+        return DataFacts.of_sizes(sizes, config), longer
+    fits, fits_from = same_fits(len(lengths), asked.images, picture.fit)
+    sizes = replace(sizes, fits=fits, fits_from=fits_from)
+    return DataFacts.of_sizes(sizes, config, picture.look), longer
 
 
 def _fitted(lengths: np.ndarray, limit: int, overlong: str) -> np.ndarray:

@@ -75,6 +75,8 @@ def test_the_access_to_a_gated_model_is_explained(no_network):
     ("typed", "name"),
     [
         ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("qwen3-vl-8b", "Qwen/Qwen3-VL-8B-Instruct"),
+        ("gemma-3-4b", "google/gemma-3-4b-it"),
         ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("someone/own-model", "someone/own-model"),
     ],

@@ -1,11 +1,17 @@
 """Rows that are described, not here: their lengths are drawn as asked, always the same ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.planning.rows.described_rows import DescribedRows, Lengths, described_facts, described_rows
+from sft_play.planning.rows.facts import UNSEEN_ROWS, UNSEEN_SEQ_LEN
+from sft_play.vision.described import DescribedPicture
+from sft_play.vision.looks import Look
+from sft_play.vision.types import Fit
 
 
 def config(overlong: str = "drop", packing: bool = False, **model) -> RunConfig:
@@ -62,6 +68,51 @@ def test_rows_above_the_limit_are_treated_as_data_overlong_says():
         described_facts(ASKED, config("error"), 2000)
     with pytest.raises(ConfigError, match="all 1,000 rows are longer than 2 tokens"):
         described_facts(ASKED, config(), 2)
+
+
+PICTURE = DescribedPicture(Fit(384, 512, 24, 32, 768, 192), 194, Look("patches", (1536,), 9, 1, 2, 48))
+
+
+def test_images_are_added_to_the_text_of_each_row():
+    asked = described_rows(1000, 100, None, 2, "512x384")
+    assert asked == DescribedRows(1000, Lengths(100, 180), 2, (384, 512))
+    texts, _ = described_facts(replace(asked, images=0), config(), None)
+    facts, longer = described_facts(asked, config(), None, PICTURE)
+    assert (facts.lengths == texts.lengths + 2 * 194).all() and longer == 0
+    assert (facts.supervised == texts.supervised).all()
+    assert facts.pictures.exist and not texts.pictures.exist
+    assert facts.pictures.of([0, 999]) == (PICTURE.fit,) * 4
+    assert facts.pictures.units(1000).tolist() == [2 * 768] * 1000
+
+
+def test_rows_with_images_that_are_too_long_are_left_out_whatever_becomes_of_texts():
+    asked = described_rows(1000, 100, None, 1, "512x384")
+    facts, longer = described_facts(asked, config("truncate"), 300, PICTURE)
+    assert 0 < longer < 1000 and facts.rows == 1000 - longer == len(facts.pictures.units(facts.rows))
+    with pytest.raises(ConfigError, match=r"all 1,000 rows are longer than 190 tokens.*image_max_pixels"):
+        described_facts(asked, config("truncate"), 190, PICTURE)
+
+
+def test_images_alone_are_those_of_the_rows_that_are_assumed_without_data():
+    assert described_rows(None, None, None, 3, "8 x 9") == DescribedRows(
+        UNSEEN_ROWS, Lengths(UNSEEN_SEQ_LEN, UNSEEN_SEQ_LEN), 3, (9, 8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("images", "pixels", "said"),
+    [
+        (2, None, "belong together: e.g. IMAGES=2 PIXELS=1024x768"),
+        (None, "9x9", "belong together"),
+        (2, "9", "PIXELS=9: expected width x height, e.g. PIXELS=1024x768"),
+        (2, "9x", "expected width x height"),
+        (2, "0x9", "expected width x height"),
+        (2, "123456x9", "expected width x height"),
+    ],
+)
+def test_images_without_a_size_are_refused(images, pixels, said):
+    with pytest.raises(ConfigError, match=said):
+        described_rows(5, 7, None, images, pixels)
 
 
 def test_packed_rows_fill_sequences():

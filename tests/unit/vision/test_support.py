@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.vision.support import require_planned, require_supported
+from sft_play.vision.support import require_supported, trained_on_images
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 from tests.vision_models import config_of
@@ -17,7 +17,7 @@ def run(**sections):
 @pytest.mark.parametrize(
     ("sections", "kind", "words"),
     [
-        ({}, "gemma3", "gemma3 would have to be padded.*use a model of Qwen3-VL, SmolVLM2 or Idefics3"),
+        ({}, "gemma3", "gemma3 would have to be padded.*use one of Qwen3-VL, SmolVLM2 and Idefics3"),
         ({}, "qwen3_5", "qwen3_5 would have to be padded"),
         ({"tuning": {"mode": "qlora"}}, "smolvlm", "tuning.mode=qlora is not supported yet .* images"),
         ({"train": {"packing": True}}, "smolvlm", "train.packing=true is not supported yet"),
@@ -50,10 +50,11 @@ def test_what_sees_is_not_trained_without_images():
     require_supported(run(), config_of("gemma3"), seen=False)
 
 
-def test_a_plan_may_not_choose_what_images_are_not_trained_with():
-    require_planned(PLAN)
-    require_planned(plan_with(PLAN, engine="ddp"))
+def test_the_planner_takes_no_plan_that_rows_with_images_are_not_trained_by():
+    kept, left_out = plan_with(PLAN, engine="ddp"), plan_with(PLAN, engine="deepspeed_z3")
+    assert trained_on_images([PLAN, kept, left_out]) == [PLAN, kept]
+    assert trained_on_images([]) == []
     with pytest.raises(ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or fsdp2"):
-        require_planned(plan_with(PLAN, engine="deepspeed_z3"))
-    with pytest.raises(ConfigError, match="set train.compile=false"):
-        require_planned(plan_with(PLAN, compile=True))
+        trained_on_images([left_out])
+    with pytest.raises(ConfigError, match="rows would be padded; use one of Qwen3-VL"):
+        trained_on_images([plan_with(PLAN, padding_free=False)])

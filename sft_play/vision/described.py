@@ -1,0 +1,77 @@
+"""Pictures of rows that are not here: what one of some size becomes for a model, without its files."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import ConfigError
+from sft_play.vision.looks import TRAINED, Look
+from sft_play.vision.recipes import KINDS, Unsuitable, recipe_with
+from sft_play.vision.types import Fit
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SIZE = re.compile(r"([1-9]\d{0,4})\s*[x\u00d7*]\s*([1-9]\d{0,4})", re.IGNORECASE)  # width x height
+FEWEST, MOST = 256**2, 4096**2  # pixels of a picture of Qwen3-VL
+TILES = 4  # along the longest edge of a picture of SmolVLM, SmolVLM2 and Idefics3
+
+
+@dataclass(frozen=True)
+class DescribedPicture:
+    """What a picture is to a model."""
+
+    fit: Fit
+    row_tokens: int  # of a row: those that stand for its features, and those around them
+    look: Look
+
+
+def size_asked(text: str) -> tuple[int, int] | None:
+    """Height and width, in pixels, of "1024x768", which has the width first; None if it is no such size."""
+    found = SIZE.fullmatch(text.strip())
+    return (int(found[2]), int(found[1])) if found else None
+
+
+def processor_settings(name: str) -> str:
+    """Those of the image processor in a model's folder, as JSON; "" for a model of the Hub."""
+    file = Path(name) / "preprocessor_config.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def described_picture(
+    config: "PretrainedConfig", settings: str, max_pixels: int | None, height: int, width: int
+) -> DescribedPicture:
+    """What a picture of this size, in pixels, becomes; `settings` as of `processor_settings`.
+
+    Raises:
+        ConfigError: the model takes no pictures, none of this size, or none in rows that are joined.
+    """
+    import transformers
+
+    if (look := Look.of(config)) is None:
+        raise ConfigError(f"rows with images are planned for {TRAINED}, and this is {config.model_type}")
+    kind = KINDS[config.model_type]
+    processor = getattr(transformers, kind.processor)
+    found = json.loads(settings) if settings else published_settings(config)
+    try:
+        recipe = recipe_with(kind, config, processor(**found), max_pixels)
+        fit = recipe.fit(height, width)
+    except (Unsuitable, ValueError) as problem:
+        raise ConfigError(f"pictures of {width} x {height} pixels: {problem}") from None
+    around = re.findall(r"<[^<>]+>|\n+", recipe.family.bare_text(fit))
+    tokens = fit.tokens + len(around) - len(recipe.family.runs(fit))
+    return DescribedPicture(fit, tokens, look)
+
+
+def published_settings(config: "PretrainedConfig") -> Mapping[str, Any]:
+    """Settings of the image processor that such a model is published with, as far as sizes depend on them."""
+    vision = config.vision_config
+    if config.model_type == "qwen3_vl":
+        names = ("patch_size", "temporal_patch_size")
+        patches = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
+        return {"size": {"shortest_edge": FEWEST, "longest_edge": MOST}, **patches}
+    tile = vision.image_size
+    return {"size": {"longest_edge": TILES * tile}, "max_image_size": {"longest_edge": tile}}
