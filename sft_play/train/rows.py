@@ -21,8 +21,8 @@ COLUMNS = ("input_ids", "labels", "length", "pictures")
 class MicroBatches:
     """Rows and their grouping into micro-batches.
 
-    `dataset` has one element per micro-batch: the indices of its `rows`, and its number of `tokens` as the
-    model sees it.
+    `dataset` has one element per micro-batch: the indices of its `rows`, its number of `tokens` as the model
+    sees it, and its `place` among all.
     """
 
     rows: Dataset
@@ -156,4 +156,5 @@ def _as_dataset(
     numbers = pa.array(np.where(values == FILLER, filler, values), pa.int64())
     lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), numbers)
     table = pa.table({"rows": lists, "tokens": pa.array(tokens, pa.int64())})
-    return Dataset(table.take(np.repeat(np.arange(len(table)), copies)) if copies > 1 else table)
+    table = table.take(np.repeat(np.arange(len(table)), copies)) if copies > 1 else table
+    return Dataset(table.append_column("place", pa.array(range(len(table)), pa.int64())))

@@ -16,6 +16,7 @@ from sft_play.config.train import TrainConfig
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.job import Job
+from sft_play.machine.host import usable_cores
 from sft_play.model.architecture.shape import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.attention.table import ATTENTIONS
@@ -45,6 +46,7 @@ from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
 from sft_play.upstream.accelerate import state_of_a_run
 from sft_play.upstream.patching import lasting
+from sft_play.vision.ahead import PicturesAhead
 from sft_play.vision.batches import with_pictures
 from sft_play.vision.decoding import pixels
 from sft_play.vision.looks import Look
@@ -191,8 +193,14 @@ def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Colla
         return padded_micro_batches(batches.rows, pad_id)
     joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
     if recipe and look:
-        decode = partial(pixels, recipe=recipe, folder=job.data.cache_path)
-        return with_pictures(joined, batches.rows, look, decode, always=always)
+        ahead = PicturesAhead(
+            partial(pixels, recipe=recipe, folder=job.data.cache_path),
+            batches.rows,
+            batches.dataset,
+            ranks=job.plan.sharing.data_ranks,
+            threads=max(1, usable_cores() // job.ranks.local_world_size),
+        )
+        return with_pictures(joined, batches.rows, look, ahead, always=always)
     part = part_of_group(*_division(job))
     return divided_micro_batches(joined, part, pad_id) if part else joined
 

@@ -19,13 +19,14 @@ def with_pictures(
     collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
     rows: "Dataset",
     look: Look,
-    pixels_of: Callable[[Picture], np.ndarray],
+    decode: Callable[[Sequence[Picture], int], Sequence[np.ndarray]],
     *,
     always: bool = False,
 ) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
-    """A collator of joined micro-batches of `rows` that adds their pictures, decoded by `pixels_of`.
+    """A collator of joined micro-batches of `rows` that adds their pictures.
 
-    Pixels, [units, ...], are of all pictures, one row after the other; positions are of each row by itself.
+    `decode` gives the pixels of each, [units, ...], for the micro-batch at a place of a run; they are joined
+    one row after the other. Positions are of each row by itself.
     With `always`, a micro-batch without any gets one that nothing learns from (`with_smallest`).
     """
     table = rows.select_columns(["length", "pictures"]).with_format("arrow")
@@ -44,7 +45,7 @@ def with_pictures(
         joined = np.concatenate(places, axis=1)
         return batch | {
             "position_ids": _position_ids(joined),
-            "pixel_values": torch.from_numpy(np.concatenate([pixels_of(picture) for picture in pictures])),
+            "pixel_values": torch.from_numpy(np.concatenate(decode(pictures, batches[0]["place"]))),
             **tower_inputs(look, fits),
         }
 

@@ -34,8 +34,9 @@ def ours(kind, mode="full", vision="frozen"):
 def joined(kind, rows, chosen, *, always=False):
     look = Look.of(config_of(kind))
     text = joined_micro_batches(rows, "lengths")
-    collate = with_pictures(text, rows, look, random_pixels(look), always=always)
-    return collate([{"rows": chosen}])
+    pixels = random_pixels(look)
+    collate = with_pictures(text, rows, look, lambda seen, _: [*map(pixels, seen)], always=always)
+    return collate([{"rows": chosen, "place": 0}])
 
 
 def gradients(model):
