@@ -117,8 +117,8 @@ def summarise_answers(compared: Sequence[Compared], scores: Sequence[Scores]) ->
 def tools_note(summary: Mapping[str, Any]) -> str:
     """What a chat with a run says if its held-out rows, of which summary.json has the scores, call tools."""
     scores = tree_of(tree_of(summary.get("eval")).get("after"))
-    instead = make("infer-batch", IN="rows.jsonl")
-    said = f"Its rows call tools, which this chat does not offer: `{instead}` takes rows with tools."
+    rows = make("infer-batch", IN="rows.jsonl")
+    said = f"Its rows call tools: /tools FILE offers those of a file; `{rows}` takes rows with their own."
     return said if scores.get("tool_calls_rows") else ""
 
 

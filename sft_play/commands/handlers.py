@@ -274,7 +274,8 @@ def infer(args: Arguments, input: Path | None, output: Path | None, force: bool)
     what = f"answers the prompts in {input}" if input else "a chat with the trained model"
     run = finished_run(announce(args, what))
     with importing():
-        from sft_play.commands.infer import chat, infer_batch
+        from sft_play.commands.chat import chat
+        from sft_play.commands.infer import infer_batch
     config = loaded_config(args)
     if not input:
         chat(config, run)

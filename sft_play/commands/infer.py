@@ -1,14 +1,11 @@
-"""Inference with the trained model: chat in the terminal, and batch inference on a file of prompts."""
+"""Batch inference with the trained model on a file of prompts."""
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.builtin.demo import unknown_words
-from sft_play.commands.answers import tools_note
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
 from sft_play.data.reading import read_rows
@@ -21,201 +18,33 @@ from sft_play.model.generation import (
     Answer,
     answer_batches,
     chat_of,
-    generate,
     load_chat_tokenizer,
-    stop_token_ids,
 )
-from sft_play.model.load import position_limit
 from sft_play.model.weights.finished import finished_weights, release_memory
 from sft_play.report.layout import ending
-from sft_play.report.record import tree_of
 from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import ROLES, Message
-from sft_play.runlog import RunDir, read_json
+from sft_play.runlog import RunDir
 from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
-# --- chat ---
-
-HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
-NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
-SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
-SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 SHOWN_WORDS = 8  # of those that the demo does not know
-MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
-
-
-@dataclass
-class Dialogue:
-    """The state of a chat: system prompt and turns."""
-
-    system: str | None = None
-    turns: list[Message] = field(default_factory=list)
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages for the chat template."""
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return system + self.turns
-
-
-def run_chat_command(chat: Dialogue, line: str) -> str | None:
-    """Executes a chat command; returns the reply, or None to end the chat."""
-    command, _, text = line.partition(" ")
-    if command in ("/quit", "/exit"):
-        return None
-    if command == "/reset":
-        chat.turns.clear()
-        return "started a new conversation"
-    if command == "/system":
-        chat.system, chat.turns = text.strip() or None, []
-        return f"system prompt: {chat.system or '(none)'}; started a new conversation"
-    return HELP if command == "/help" else f"unknown command {command}; available:\n{HELP}"
-
-
-def fit_history(
-    chat: Dialogue, render: Callable[[Sequence[Message]], list[int]], limit: int | None, max_new_tokens: int
-) -> tuple[list[int], int, int]:
-    """Drops the oldest turns of the chat until prompt and answer fit into the model's context.
-
-    Question and answer are dropped together. The last question is always kept, even if it leaves too little
-    room for an answer. `render` gives the prompt tokens of messages; `limit` is the context, if known.
-
-    Returns:
-        Prompt tokens, room for the answer in tokens, and the number of dropped turns.
-    """
-    dropped = 0
-    while True:
-        ids = render(chat.messages)
-        room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
-        if room == max_new_tokens or len(chat.turns) < 3:
-            return ids, room, dropped
-        del chat.turns[:2]
-        dropped += 2
-
-
-def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str], stops: Sequence[int]) -> Any:
-    """A streamer that prints an answer as it is generated, without `stops`, and collects it in `pieces`."""
-    from transformers import TextStreamer
-
-    class Printer(TextStreamer):
-        def put(self, value: Any) -> None:
-            if self.next_tokens_are_prompt or value.tolist()[-1] not in stops:
-                super().put(value)
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            pieces.append(text)
-            console().print(text, end="", highlight=False, soft_wrap=True)
-
-    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, config: RunConfig) -> None:
-    """Answers the last question of the chat: prints the answer and adds it to the chat."""
-    prompts = chat_of(config, tokenizer)
-
-    def render(messages: Sequence[Message]) -> list[int]:
-        return prompt_ids(prompts, Conversation(tuple(messages), source="the chat"))
-
-    say, most = console().print, config.eval.max_new_tokens
-    limit = position_limit(model.config)
-    try:
-        ids, room, dropped = fit_history(chat, render, limit, most)
-    except DataError as error:
-        say(f"not sent: {error}", style="yellow")
-        chat.turns.pop()
-        return
-    if room < min(MIN_ANSWER_TOKENS, most):
-        text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
-        say(text, style="yellow")
-        chat.turns.pop()
-        return
-    if dropped:
-        say(
-            f"dropped the first {dropped} messages, which no longer fit into the model's context", style="dim"
-        )
-    pieces: list[str] = []
-    try:
-        printer = _printer(tokenizer, pieces, stop_token_ids(model, tokenizer))
-        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=printer)[0]
-        say()
-        if len(new) >= room:
-            say(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
-    except KeyboardInterrupt:
-        say("\n(stopped)", style="dim")
-    chat.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
-
-
-def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) -> None:
-    """A chat in the terminal, with greedy decoding and streamed answers; `read` asks for a line of input.
-
-    Raises CheckpointError if the run has no complete weights.
-    """
-    weights = finished_weights(config, run)
-    with quiet_libraries(run.log):
-        tokenizer = load_chat_tokenizer(config)
-        with spinner(LOADING):
-            model = load_for_inference(config, weights)
-    state = Dialogue(system=config.data.system_prompt)
-    console().print(f"{run.path.name} on {model.device}", style="bold")
-    console().print(HELP, style="dim")
-    if note := tools_note(read_json(run.summary)):
-        console().print(note, style="dim")
-    if prompts := _prompts_to_try(run):
-        console().print("Held-out rows to try:", style="dim")
-        for prompt in prompts:
-            console().print(f"  {prompt}", highlight=False, soft_wrap=True)
-        console().print(NO_FOLLOW_UP, style="dim")
-    while True:
-        try:
-            line = read("\nyou> ").strip()
-        except KeyboardInterrupt:
-            console().print("\nuse /quit or Ctrl-D to end the chat", style="dim")
-            continue
-        except EOFError:
-            console().print()
-            return
-        if SURROGATE.search(line):
-            console().print("not sent: this is not valid UTF-8", style="yellow")
-        elif line.startswith("/"):
-            message = run_chat_command(state, line)
-            if message is None:
-                return
-            console().print(message, style="dim")
-        elif line:
-            if line in prompts:  # what it learned and was scored on are questions without a history
-                state.turns.clear()
-            state.turns.append({"role": "user", "content": line})
-            _warn_of_unknown_words(config, line)
-            with quiet_libraries(run.log):
-                _reply(model, tokenizer, state, config)
-
-
-def _warn_of_unknown_words(config: RunConfig, text: str) -> None:
-    if words := unknown_words(config, text):
-        named = ", ".join(words[:SHOWN_WORDS]) + (", ..." if words[SHOWN_WORDS:] else "")
-        warn(f"the demo was not trained on these words: {named}. Expect others in their place")
-
-
-def _prompts_to_try(run: RunDir) -> list[str]:
-    """The first prompts of one line that the run was compared on, if it was."""
-    samples = read_json(run.summary).get("samples")
-    found = [tree_of(sample).get("prompt") for sample in samples] if isinstance(samples, list) else []
-    prompts = [prompt.strip() for prompt in found if isinstance(prompt, str)]
-    return [prompt for prompt in prompts if "\n" not in prompt and len(prompt) <= SHOWN_PROMPT][:2]
-
-
-# --- a file of prompts ---
-
 ANSWER_KEY, ROW_KEY = "generated", "row"  # keys that are added to each row of the output
 
 PLACEHOLDER: Message = {"role": "assistant", "content": "?"}
+
+
+def warn_of_unknown_words(config: RunConfig, text: str) -> None:
+    """Warns of words of a prompt that the demo was not trained on; says nothing of another run."""
+    if words := unknown_words(config, text):
+        named = ", ".join(words[:SHOWN_WORDS]) + (", ..." if words[SHOWN_WORDS:] else "")
+        warn(f"the demo was not trained on these words: {named}. Expect others in their place")
 
 
 def _without_last_answer(turns: object) -> Any:
@@ -331,7 +160,7 @@ def infer_batch(
     """
     weights = finished_weights(config, run)
     prompts = read_prompts(input, config.data.system_prompt)
-    _warn_of_unknown_words(
+    warn_of_unknown_words(
         config, " ".join(turn["content"] for _, asked in prompts for turn in asked.messages)
     )
     done = answered_rows(output, [row for row, _ in prompts], weights, force=force)

@@ -36,6 +36,12 @@ def without_reasoning(text: str) -> str:
     return "" if THINKS.match(text) else text.strip()
 
 
+def reasoning_of(text: str) -> str:
+    """The reasoning that a text begins with; "" if there is none, or no end of it."""
+    end = THOUGHT.search(text)
+    return THINKS.sub("", text[: end.start()], count=1).strip() if end else ""
+
+
 def calls_of_message(message: Mapping[str, Any]) -> list[Call]:
     """The calls of a message."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]

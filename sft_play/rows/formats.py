@@ -235,6 +235,21 @@ def _format_of(found: set[str]) -> str | None:
     return next((name for name, known in FORMATS.items() if found.issuperset(known.keys)), None)
 
 
+def tools_of(value: object) -> list[dict[str, Any]] | None:
+    """The tools that a row offers, of its key "tools"; None without any.
+
+    Raises:
+        InvalidRow: they are no list of objects.
+    """
+    tools = json_if_text(without_nulls(value or None), "tools")
+    is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_schema_list:
+        raise invalid("tools", tools, "a list of JSON schemas")
+    if tools:
+        checked_text(as_json_text(tools), "tools")
+    return tools or None
+
+
 def _unusable(messages: list[Message]) -> str | None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
@@ -271,12 +286,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
             )
         messages, context = reader(row.data)
         messages = placed(messages, row.data)
-        tools = json_if_text(without_nulls(row.data.get("tools") or None), "tools")
-        is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-        if tools is not None and not is_schema_list:
-            raise invalid("tools", tools, "a list of JSON schemas")
-        if tools:
-            checked_text(as_json_text(tools), "tools")
+        tools = tools_of(row.data.get("tools"))
     except InvalidRow as problem:
         raise DataError(f"{row.where}: {problem}") from None
     if messages[0]["role"] == "system" and not messages[0]["content"].strip():
@@ -286,5 +296,5 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     reason = _unusable(messages[context:])
     untrained = tuple(index for index, message in enumerate(messages) if not message.pop("train", True))
     return reason or Conversation(
-        tuple(messages), tools=tools or None, source=row.where, context=context, untrained=untrained
+        tuple(messages), tools=tools, source=row.where, context=context, untrained=untrained
     )

@@ -167,7 +167,7 @@ def test_calls_of_tools_have_a_score_of_their_own_and_answers_in_words_have_none
     assert "tool_calls" not in summarise_answers(compared[2:], scores[2:])
 
 
-def test_a_chat_says_that_it_offers_no_tools_to_a_run_whose_rows_call_some():
+def test_a_chat_says_how_to_offer_tools_to_a_run_whose_rows_call_some():
     scores = {"after": {"answered_rows": 6, "tool_calls_rows": 3}}
-    assert "`make infer-batch IN=rows.jsonl` takes rows with tools" in tools_note({"eval": scores})
+    assert "`make infer-batch IN=rows.jsonl` takes rows with their own" in tools_note({"eval": scores})
     assert tools_note({"eval": {"after": {"answered_rows": 6}}}) == tools_note({"eval": None}) == ""

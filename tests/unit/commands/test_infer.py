@@ -1,23 +1,17 @@
 import io
 import json
 import os
+import re
 import signal
 import time
 
 import pytest
 from rich.console import Console
 
+from sft_play.commands import chat as chat_module
 from sft_play.commands import infer
-from sft_play.commands.infer import (
-    Dialogue,
-    answered_rows,
-    chat,
-    fit_history,
-    infer_batch,
-    prompt_of,
-    read_prompts,
-    run_chat_command,
-)
+from sft_play.commands.chat import Dialogue, chat, fit_history, run_chat_command
+from sft_play.commands.infer import answered_rows, infer_batch, prompt_of, read_prompts
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
 from sft_play.rows.formats import FORMATS
 from sft_play.rows.json_files import Row
@@ -339,7 +333,7 @@ def test_control_tokens_that_are_refused_are_not_sent(finished, screen, tmp_path
 def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypatch):
     row = next(row for row in question_rows() if len(row["answer"].split()) == 3)
     first, rest = row["answer"].split(maxsplit=1)
-    real = infer._printer
+    real = chat_module._printer
 
     def interrupted_at_the_second_word(tokenizer, pieces, stops):
         printer = real(tokenizer, pieces, stops)
@@ -353,10 +347,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypat
             put(value)
 
         printer.put = counting_put
-        monkeypatch.setattr(infer, "_printer", real)
+        monkeypatch.setattr(chat_module, "_printer", real)
         return printer
 
-    monkeypatch.setattr(infer, "_printer", interrupted_at_the_second_word)
+    monkeypatch.setattr(chat_module, "_printer", interrupted_at_the_second_word)
     chat(
         finished.config,
         finished.run,
@@ -377,7 +371,16 @@ def test_a_question_that_is_too_long_is_not_sent(finished, screen):
     assert question_rows()[1]["answer"] in text
 
 
+def test_tools_that_a_chat_offers_are_in_its_prompts(finished, screen, tmp_path):
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "weather"}]')
+    config = finished.config.changed({"data.chat_template": "plain"})
+    chat(config, finished.run, read=typed("w1 " * 600, f"/tools {tools}", "w1 " * 600))
+    without, offered = map(int, re.findall(r"the prompt has (\d+) tokens", screen.getvalue()))
+    assert offered > without
+
+
 @pytest.mark.parametrize("samples", [3, "text", {"prompt": "x"}, [3, {"prompt": 4}, None, "x"]])
 def test_samples_of_another_form_are_nothing_to_try(tmp_path, samples):
     RunDir(tmp_path).summary.write_text(json.dumps({"samples": samples}))
-    assert infer._prompts_to_try(RunDir(tmp_path)) == []
+    assert chat_module._prompts_to_try(RunDir(tmp_path)) == []

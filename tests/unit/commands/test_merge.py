@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from sft_play.commands import merge as merging
+from sft_play.commands.chat import chat
 from sft_play.commands.evaluate import evaluate_run
-from sft_play.commands.infer import chat, infer_batch
+from sft_play.commands.infer import infer_batch
 from sft_play.commands.merge import TOLERANCES, LogitDifference, compare_logits, failures, merge, merge_test
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
