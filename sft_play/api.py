@@ -104,9 +104,9 @@ def train(
         engine: how several processes share the work; by default parallel.engine.
         resume: continues from the latest checkpoint.
         callbacks: objects of transformers.TrainerCallback, for a run of one process. They see the steps of
-            the run, not those of the probe before it.
+            the run, not those of the probe before it. A script finds what they print in log.txt.
         progress: a function that is called with each record of metrics.jsonl as it is written, such as
-            {"step": 10, "train/loss": 1.2, ...}; for a run of one process.
+            {"step": 10, "train/loss": 1.2, ...}; for a run of one process. `print` shows them.
         **keywords: settings by the last part of their names, `max_steps=100`, or with the section where
             several end so, `eval_limit=20`. In `metrics=["exact_match", my_function]`, a function gets an
             answer, its reference and the row, and returns a number or a bool.

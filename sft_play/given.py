@@ -13,13 +13,13 @@ import yaml
 from pydantic import BaseModel
 
 from sft_play.commands.judges import hand_over
+from sft_play.config.inputs import GIVEN
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.files import replacing_file, storing, write_atomic
 from sft_play.resources import located
 from sft_play.rows.formats import FORMATS, detect_format
 from sft_play.rows.json_files import Row
-from sft_play.runlog import GIVEN
 from sft_play.spelling import settings_page
 
 
@@ -110,7 +110,7 @@ def write_given(
 
 
 def _rows_file(data: Any, settings: Mapping[str, Any], folder: Path) -> str | Path:
-    """A file of rows, named by their hash, since other rows under one name would be those of another run."""
+    """A file of rows, named by number and hash, since other rows under one name would be of another run."""
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     _require_rows(data)
@@ -118,7 +118,7 @@ def _rows_file(data: Any, settings: Mapping[str, Any], folder: Path) -> str | Pa
     digest = hashlib.sha256()
     for line in _lines(data, one_format=is_detected):
         digest.update(line)
-    file = folder / f"rows-{digest.hexdigest()[:16]}.jsonl"
+    file = folder / f"rows-{len(data)}-{digest.hexdigest()[:16]}.jsonl"  # as GIVEN_ROWS
     if not file.exists():
         with replacing_file(file) as temporary, temporary.open("wb") as written:
             written.writelines(_lines(data, one_format=False))  # they have been looked at

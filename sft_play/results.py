@@ -18,12 +18,12 @@ IN_A_NOTEBOOK = '<pre style="font-family: monospace; line-height: 1.2; white-spa
 WIDTH = 110  # characters of a plan in a notebook
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """A plan for one machine, or those for each of the common GPUs; a notebook shows it as a table."""
 
     tree: dict[str, Any]  # what `sft-play plan --json` prints; bytes are integers
-    shown: RenderableType = field(repr=False)  # the same for a console of rich
+    shown: RenderableType  # the same for a console of rich
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -42,6 +42,8 @@ class Planned:
 
     def __str__(self) -> str:
         return self._recorded().export_text()
+
+    __repr__ = __str__  # what a console shows; the tree has hundreds of numbers
 
     def _repr_html_(self) -> str:
         return self._recorded().export_html(inline_styles=True, code_format=IN_A_NOTEBOOK)
@@ -93,7 +95,7 @@ class Evaluation:
 
     models: dict[str, Scores]
     """By name: "base", "adapter" (after full fine-tuning "result"), and "merged" if it was merged."""
-    answers: list[Answers]
+    answers: list[Answers] = field(repr=False)
     """All answers, as they were generated."""
     tree: dict[str, Any] = field(repr=False)
     """What `sft-play eval --json` prints."""

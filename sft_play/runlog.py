@@ -25,7 +25,6 @@ from sft_play.secrets import redact
 from sft_play.spelling import RUNS, make, var
 from sft_play.units import KIB, MIB
 
-GIVEN = ".given"  # in the folder of a run: rows and settings from Python; it stays when a run is moved aside
 # Bytes of a file in a run directory; a longer one is none of ours.
 LONGEST_METRICS, LONGEST_JSON = 256 * MIB, 64 * MIB
 

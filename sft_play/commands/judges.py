@@ -11,9 +11,9 @@ from typing import Any
 from sft_play.builtin import replies
 from sft_play.choices.metrics import DEFAULT
 from sft_play.commands.answers import Compared
+from sft_play.config.inputs import GIVEN
 from sft_play.config.load import OF_RUN, ResolvedConfig
 from sft_play.errors import ConfigError
-from sft_play.runlog import GIVEN
 from sft_play.spelling import var
 from sft_play.ui.console import warn
 

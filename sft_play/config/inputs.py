@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sft_play.config.data import DataConfig, Streaming
+from sft_play.units import counted
 
 BUILTIN = "builtin:"  # at the start of the names of data and models that are made here, or downloaded
 # Folders that builtin/demo.py makes in the cache, before a hash -> the names that people ask for them by.
@@ -16,6 +17,8 @@ BUILTINS = {
     "smollm2-135m": "builtin:smollm2-135m",
 }
 BUILTIN_FOLDER = re.compile(rf"/builtin/({'|'.join(BUILTINS)})-[0-9a-f]{{24}}(?:/|$)")
+GIVEN = ".given"  # in the folder of a run: rows and settings from Python; it stays when a run is moved aside
+GIVEN_ROWS = re.compile(rf"/{re.escape(GIVEN)}/rows-(\d+)-[0-9a-f]{{16}}\.jsonl$")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ def training_paths(data: DataConfig) -> list[str]:
 
 
 def asked_name(path: str) -> str:
-    """The name that a model or data was asked for by: "builtin:tiny" for its folder in the cache."""
+    """The name of a model or data for people: "builtin:tiny" for its folder in the cache."""
+    if given := GIVEN_ROWS.search(path):
+        return f"{counted(int(given[1]), 'row')} from Python"
     found = BUILTIN_FOLDER.search(path)
     return BUILTINS[found[1]] if found else path

@@ -78,6 +78,7 @@ def set_environment(*, rank: bool = False) -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
+    logging.getLogger("DeepSpeed").addFilter(_of_use)  # which sets its level itself
     if rank:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiling_processes(os.environ)))
     if not WAITING.keys() & os.environ.keys():
@@ -96,6 +97,12 @@ def _as_it_was() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         logging.getLogger("bitsandbytes").setLevel(said)
+        logging.getLogger("DeepSpeed").removeFilter(_of_use)
+
+
+def _of_use(record: logging.LogRecord) -> bool:
+    """Not that DeepSpeed, which is imported with other libraries, found no GPU: a notebook would show it."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 def compiling_processes(environment: Mapping[str, str]) -> int:

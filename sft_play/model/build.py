@@ -39,7 +39,7 @@ from sft_play.plan import Plan
 from sft_play.spelling import make
 from sft_play.ui.console import warn
 from sft_play.upstream.huggingface_hub import is_network_error
-from sft_play.upstream.transformers import types_apart
+from sft_play.upstream.transformers import bars_left_out, types_apart
 from sft_play.vision.looks import trained_parts
 from sft_play.vision.models import attention_by_part, join_pictures
 
@@ -87,20 +87,21 @@ def load_base(
     varlen.register()
     torch_dtype = getattr(torch, dtype)
     try:
-        with_info: Any = AutoModelForCausalLM.from_pretrained(
-            model.name,
-            dtype="auto" if as_stored else torch_dtype,
-            attn_implementation=attention_by_part(
-                load_model_config(model), varlen.library_name(attn_implementation)
-            ),
-            quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
-            device_map=SPREAD if device == SPREAD else {"": device},
-            low_cpu_mem_usage=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with a better message
-            **scaled_config(model) | hub_arguments(model),
-        )
+        with bars_left_out():
+            with_info: Any = AutoModelForCausalLM.from_pretrained(
+                model.name,
+                dtype="auto" if as_stored else torch_dtype,
+                attn_implementation=attention_by_part(
+                    load_model_config(model), varlen.library_name(attn_implementation)
+                ),
+                quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
+                device_map=SPREAD if device == SPREAD else {"": device},
+                low_cpu_mem_usage=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with a better message
+                **scaled_config(model) | hub_arguments(model),
+            )
         if quantize and as_stored:
             quantize_later(with_info[0], torch_dtype)
     except ImportError as error:

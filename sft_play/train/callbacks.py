@@ -17,7 +17,7 @@ from sft_play.runlog import RunDir, append_metrics
 from sft_play.start import seconds_of_start, start_line
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
-from sft_play.ui.console import console
+from sft_play.ui.console import console, printing_aloud
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
 
@@ -90,7 +90,8 @@ class Reporter(TrainerCallback):
     def _write(self, record: dict[str, Any]) -> None:
         append_metrics(self.run, record)
         if self.progress:
-            self.progress(record)
+            with printing_aloud():
+                self.progress(record)
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Starts the progress bar at the current step."""

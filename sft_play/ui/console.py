@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 
 from sft_play.cache import cache_dir, project_dir
 from sft_play.files import storing
@@ -54,6 +55,15 @@ def console_on_stderr() -> Iterator[None]:
         yield
     finally:
         set_console(before)
+
+
+@contextlib.contextmanager
+def printing_aloud() -> Iterator[None]:
+    """In the block, what a function of the user prints is shown by the console, also with quiet libraries."""
+    shown = FileProxy(console(), sys.stdout)
+    with contextlib.redirect_stdout(shown):
+        yield
+    shown.flush()
 
 
 @contextlib.contextmanager

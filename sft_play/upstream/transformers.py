@@ -43,6 +43,16 @@ def grouping(rewrite: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Abstract
     return patched(integration_utils, "rewrite_logs", rewrite)
 
 
+def bars_left_out() -> AbstractContextManager[None]:
+    """In the block, transformers draws no bars, which a notebook keeps; those of downloads stay.
+
+    What makes this unnecessary: a switch that is not for downloads too (5.23).
+    """
+    from transformers.utils import logging
+
+    return patched(logging, "_tqdm_active", False)
+
+
 def compiled_template(text: str) -> Any:
     """The Jinja template that transformers (since 4.42) renders a chat template by, whose globals we change.
 

@@ -8,6 +8,7 @@ import pytest
 import sft_play.api as sft
 from scripts.docs.python_reference import python_reference
 from sft_play.commands.judges import require_given
+from sft_play.config.inputs import asked_name
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.given import by_name, write_given
@@ -74,7 +75,7 @@ def test_rows_and_settings_become_files_of_the_run(tmp_path):
     assert (config.output.name, config.output.dir) == ("mine", str(tmp_path / "runs"))
     assert (config.train.max_steps, config.tuning.lora.r, config.data.val_path) == (5, 8, "v.jsonl")
     rows = Path(config.data.train_path)
-    assert rows.parent == folder / ".given"
+    assert rows.parent == folder / ".given" and asked_name(str(rows)) == "3 rows from Python"
     assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
     assert write_given(settings, ROWS[:2], folder) and rows.exists()  # an earlier run may need it
     again = load_config(write_given({"train.epochs": 3.0}, "other.jsonl", folder, "configs/demo.yaml")).config

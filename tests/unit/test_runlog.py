@@ -119,17 +119,18 @@ def test_a_cache_that_cannot_be_written_is_put_elsewhere_by_its_variable(tmp_pat
 def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     script = (
         "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.ui.console import "
-        "console, quiet_libraries\n"
+        "console, printing_aloud, quiet_libraries\n"
         f"with quiet_libraries(Path({str(tmp_path / 'log.txt')!r})):\n"
         "    print('library print'); sys.stderr.write('library stderr\\n')\n"
         "    os.write(2, b'from C\\n'); warnings.warn('old name')\n"
         "    console().print('for people')\n"
+        "    with printing_aloud():\n        print({'step': 1}); print('no end', end='')\n"
         f"    with quiet_libraries(Path({str(tmp_path / 'inner.txt')!r})):\n"
         "        print('inner print'); console().print('for people too')\n"
         "print('after')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "for people\nfor people too\nafter\n" and done.stderr == ""
+    assert done.stdout == "for people\n{'step': 1}\nno end\nfor people too\nafter\n" and done.stderr == ""
     log = (tmp_path / "log.txt").read_text()
     for text in ("library print", "library stderr", "from C", "inner print"):
         assert text in log

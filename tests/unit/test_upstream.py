@@ -256,6 +256,7 @@ VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.layers.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
+    "transformers.utils.logging:_tqdm_active": ...,
     "huggingface_hub.utils._http:_GLOBAL_CLIENT_FACTORY": ...,
     "torch._C:DisableTorchFunction": ...,
     "torch._C:_DisableTorchDispatch": ...,

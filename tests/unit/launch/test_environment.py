@@ -1,6 +1,7 @@
 """Which variables of the environment reach the libraries, and which are named."""
 
 import importlib.util
+import logging
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,8 +14,10 @@ from sft_play.launch.environment import (
     OF_A_RANK,
     OF_THE_LAUNCHER,
     SETTLED_ELSEWHERE,
+    set_environment,
     settle_environment,
 )
+from sft_play.upstream.patching import undone
 
 KEPT = {
     "ACCELERATE_DEBUG_MODE": "true",
@@ -119,3 +122,13 @@ def test_every_variable_that_a_library_reads_is_removed_or_changes_nothing(libra
     known = [*SETTLED_ELSEWHERE, *OF_THE_LAUNCHER, *OF_A_RANK, *environment.KEPT]
     known += " ".join(CHANGES_NOTHING.values()).split()
     assert [name for name in sorted(found) if not any(fnmatchcase(name, one) for one in known)] == []
+
+
+def test_deepspeed_does_not_say_that_there_is_no_gpu():
+    logger, said = logging.getLogger("DeepSpeed"), logging.getLogger("DeepSpeed").makeRecord
+    texts = ("Setting accelerator to CPU. If you have GPU or other accelerator", "a real problem")
+    records = [said("DeepSpeed", logging.WARNING, "file", 1, text, (), None) for text in texts]
+    with undone():
+        set_environment()
+        assert [bool(logger.filter(record)) for record in records] == [False, True]
+    assert logger.filter(records[0])
