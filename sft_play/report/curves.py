@@ -62,15 +62,16 @@ def _told_apart(lines: Sequence[Line]) -> list[Line]:
 
 
 def _difference(curve: Curve, lines: Sequence[Line], legend: Sequence[Legend]) -> Figure | None:
-    """By how much a loss is above that of the first run, at the steps that both have; None without any."""
+    """By how much a loss is above that of the first run, at two or more steps that both have; else None."""
     base = dict(zip(lines[0].steps, lines[0].values, strict=True))
     others = []
     for line in lines[1:]:
         pairs = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if step in base]
         steps = [step for step, _ in pairs]
         others.append(replace(line, steps=steps, values=[value - base[step] for step, value in pairs]))
+    others = [line for line in others if len(line.steps) > 1]  # one step is no curve
     title = f"{curve.title}, difference from {lines[0].name}"
-    known = [*legend[1:], Legend(lines[0].name, level=True)]
+    known = [*(legend[line.colour] for line in others), Legend(lines[0].name, level=True)]
     figure = _figure(replace(curve, key="", title=title), others, known, level=0.0)
     return figure and replace(figure, caption="; ".join(filter(None, ("Below 0 is better", figure.caption))))
 

@@ -75,6 +75,9 @@ def test_the_difference_of_losses_is_that_at_the_steps_that_both_runs_have():
     )
     hints = re.findall(r"<title>([^<]*)</title>", curve_figures([one, two])[1].svg)
     assert hints == ["step 0\ntwo 0", "step 10\ntwo -0.5"]
+    three = RunRecord("three", metrics=[{"step": 0, "eval/loss": 4.0}, {"step": 15, "eval/loss": 2.0}])
+    assert [figure.title for figure in curve_figures([one, three])] == ["Held-out loss"]  # one step in common
+    assert [entry.name for entry in curve_figures([one, three, two])[1].legend] == ["two", "one"]
 
 
 def test_the_axis_of_a_run_that_goes_on_reaches_to_its_last_step():
