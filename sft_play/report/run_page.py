@@ -87,6 +87,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", machine),
         ("commit", run.environment.get("commit")),
         ("command", _command(run)),
+        ("weights of", weights_step(run.summary)),
         ("next", make(target, RUN=name) if target else None),
     ]
     return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]

@@ -92,6 +92,13 @@ def test_a_run_on_images_is_not_followed_by_answers(tmp_path):
     assert "next" not in dict(facts(read_run(run.path)))
 
 
+def test_a_report_says_of_which_step_the_weights_are(tmp_path):
+    run = finished(tmp_path / "one")
+    saved = {"weights_step": 8, "optimizer_steps": 12, "best_checkpoint": "checkpoint-8"}
+    run.write_json(run.summary, {**read_json(run.summary), **saved})
+    assert ("weights of", "step 8, the best of 12") in facts(read_run(run.path))
+
+
 def test_folders_of_the_machine_are_left_out(page):
     assert "/home" not in page
 
