@@ -126,7 +126,7 @@ def random_model(
 def quantize_linear_layers(model: Any, dtype: torch.dtype) -> None:
     """Packs the linear layers into 4 bits, one after the other, as loading does."""
     dense = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    quantizer = AutoHfQuantizer.from_config(nf4(dtype))
+    quantizer = AutoHfQuantizer.from_config(nf4(model.config, dtype))
     quantizer._process_model_before_weight_loading(model, device_map=None)
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):

@@ -45,7 +45,7 @@ class HighestBatches:
 
     train: int
     last: bool  # of its optimizer step, or the others of the step are like the last one
-    held: int  # tokens of the other batches that the trainer holds at this micro-batch
+    held: int  # bytes of the other batches that the trainer holds at this micro-batch
     held_after: int  # and, at most, from the update on
     evaluation: int | None
     phases: dict[str, int]  # predicted peak of each phase in their steps, when the optimizer has its states

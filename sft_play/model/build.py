@@ -85,16 +85,14 @@ def load_base(
     if checks_files:
         _require_undamaged(model)
     varlen.register()
-    torch_dtype = getattr(torch, dtype)
+    torch_dtype, architecture = getattr(torch, dtype), load_model_config(model)
     try:
         with bars_left_out():
             with_info: Any = AutoModelForCausalLM.from_pretrained(
                 model.name,
                 dtype="auto" if as_stored else torch_dtype,
-                attn_implementation=attention_by_part(
-                    load_model_config(model), varlen.library_name(attn_implementation)
-                ),
-                quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
+                attn_implementation=attention_by_part(architecture, varlen.library_name(attn_implementation)),
+                quantization_config=nf4(architecture, torch_dtype) if quantize and not as_stored else None,
                 device_map=SPREAD if device == SPREAD else {"": device},
                 low_cpu_mem_usage=True,
                 use_safetensors=True,

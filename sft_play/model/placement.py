@@ -68,7 +68,9 @@ def choose_place(model: ModelConfig, dtype: str, *, quantize: bool) -> torch.dev
 
 def weight_bytes(empty: PreTrainedModel, *, quantize: bool) -> int:
     """Bytes of a model in its type; with `quantize`, linear layers are counted in 4 bits, without scales."""
-    quantizer: Any = AutoHfQuantizer.from_config(nf4(empty.dtype), pre_quantized=False) if quantize else None
+    quantizer: Any = (
+        AutoHfQuantizer.from_config(nf4(empty.config, empty.dtype), pre_quantized=False) if quantize else None
+    )
     if quantizer:
         quantizer.preprocess_model(empty, device_map=None)
     return int(compute_module_sizes(empty, quantizer)[0][""])

@@ -146,6 +146,10 @@ class RunBatches:
     token_bytes: int = TOKEN_BYTES  # of a token of a batch
     unit_bytes: int = 0  # of a patch or tile
 
+    def bytes_of(self, tokens: int, units: int) -> int:
+        """Of batches with so many tokens and patches or tiles."""
+        return self.token_bytes * tokens + self.unit_bytes * units
+
     @property
     def most_fits(self) -> tuple[Fit, ...]:
         """The pictures of the micro-batch of which a tower sees most."""

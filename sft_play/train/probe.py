@@ -35,7 +35,7 @@ from sft_play.sizing.estimate.corrections import (
 )
 from sft_play.sizing.facts.architecture import text_of
 from sft_play.sizing.meters.phases import PhaseMeter
-from sft_play.sizing.step import TOKEN_BYTES, StepSpec
+from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.trace import prepare_for_training
 from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
@@ -100,19 +100,27 @@ def step_of_highest(batches: Dataset, plan: Plan) -> Dataset:
     return batches.select([place] * (1 + several + between))
 
 
-def expected_phases(plan: Plan, tokens: Sequence[int]) -> dict[str, int]:
+def expected_phases(plan: Plan, sizes: Sequence[int]) -> dict[str, int]:
     """The predicted peak of each phase for the step of a probe; {} if its batches are unknown.
 
-    A run's trainer holds all batches of a step, the probe only those of `tokens`; and none in an evaluation.
+    A run's trainer holds all batches of a step, the probe only those of these `sizes`, in bytes; and none in
+    an evaluation.
     """
     found = plan.memory.highest if plan.memory else None
     if found is None:
         return {}
-    held = sum(tokens) // plan.sharing.sequence_ranks
-    own = tokens[0] // plan.sharing.sequence_ranks
-    fewer = {"forward": found.held - (held - own), "backward": found.held - (held - own)}
-    fewer |= {"optimizer": found.held_after - (held - own), "evaluation": found.held_after}
-    return {phase: size - TOKEN_BYTES * fewer.get(phase, 0) for phase, size in found.phases.items()}
+    others = sum(sizes[1:])
+    fewer = {"forward": found.held - others, "backward": found.held - others}
+    fewer |= {"optimizer": found.held_after - others, "evaluation": found.held_after}
+    return {phase: size - fewer.get(phase, 0) for phase, size in found.phases.items()}
+
+
+def batch_sizes(session: Session, rows: Dataset) -> list[int]:
+    """The bytes that this process holds of each micro-batch."""
+    batches = (session.trainer.data_collator([row]) for row in rows)
+    return [
+        sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor)) for batch in batches
+    ]
 
 
 def fits_alone(session: Session, rows: Dataset) -> bool:
@@ -189,7 +197,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
         phases={}
         if ran_out
         else {name: peak for name, peak in (meter.peaks or {}).items() if name != WARM_UP},
-        expected=expected_phases(plan, rows["tokens"]),
+        expected=expected_phases(plan, batch_sizes(session, rows)),
         reserved_bytes=meter.reserved_bytes,
         overhead_bytes=overhead,
         step_seconds=step,

@@ -48,7 +48,6 @@ def _against_images(config: RunConfig) -> str | None:
     """The first setting with which rows with images are not trained; None if there is none."""
     train, parallel, attention = config.train, config.parallel, config.model.attention
     settings = {
-        "tuning.mode=qlora": config.tuning.mode == "qlora",
         "train.packing=true": train.packing,
         "train.padding_free=false": train.padding_free is False,
         "train.compile=true": train.asks_compile,

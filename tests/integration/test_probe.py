@@ -24,6 +24,7 @@ from sft_play.planning.speed.measured_speed import Timing, read_speed
 from sft_play.runlog import read_json
 from sft_play.sizing.estimate.budget import LEAST_BYTES
 from sft_play.sizing.facts.architecture import Architecture
+from sft_play.sizing.meters.product_scratch import product_scratch
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import train
@@ -78,15 +79,18 @@ def sized(job, accept=every, **fields):
 def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     """With the real trainer, against the prediction for the very batches that are probed.
 
-    A batch of the evaluation, in NumPy's memory, is not seen by the allocator.
+    A batch of the evaluation, in NumPy's memory, is not seen by the allocator. Where no rule describes what
+    products of 16 bits take, as with AMX, the step may take as much more or less.
     """
     job = sized(make_job(tiny_model, tmp_path, "probe", rows=ROWS, probe=True, **settings))
     session, result = proven(job)
     assert set(result.phases) == {"load", "forward", "backward", "optimizer", "evaluation"}
     rows = probing.step_of_highest(session.rows.dataset, job.plan)
-    expected = probing.expected_phases(job.plan, rows["tokens"])
+    expected = probing.expected_phases(job.plan, probing.batch_sizes(session, rows))
+    rules = product_scratch("bfloat16", 2) if "mixed_precision" in settings else ()
+    within = 16 * KIB if all(rule.holds for _, rule in rules) else 128 * KIB
     for phase in ("forward", "backward", "optimizer", "evaluation"):
-        assert result.phases[phase] == pytest.approx(expected[phase], abs=16 * KIB), phase
+        assert result.phases[phase] == pytest.approx(expected[phase], abs=within), phase
     assert result.step_seconds > 0 and result.seconds_per_token > 0
 
 

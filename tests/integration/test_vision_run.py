@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,17 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from sft_play.machine.gpus import detect
 from sft_play.model.load import load_data
+from sft_play.planning.planner import fastest_plan
+from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.sizing.facts.architecture import Architecture
 from sft_play.train.run import train
+from sft_play.train.session import prepare_session
+from sft_play.train.settle import settle_plan
+from sft_play.units import KIB
+from sft_play.vision.looks import Look
 from sft_play.vision.types import pictures_of
 from tests.jobs import losses, make_job
 from tests.pictures import config_of, save, save_folder, tokenizer_of
@@ -58,6 +68,16 @@ def image_rows(folder):
     return path
 
 
+def prepared(path):
+    """What makes the prepared rows of a file, for `make_job`."""
+
+    def rows_of(config):
+        settings = {"data.train_path": str(path), "data.val_fraction": 0}
+        return load_data(config.changed(settings), images="trained").rows
+
+    return rows_of
+
+
 def plain_losses(base, data, kind):
     """The loss of each step of a plain loop over all rows, with the plain model and image processor."""
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
@@ -90,15 +110,9 @@ def plain_losses(base, data, kind):
 
 @pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen", marks=pytest.mark.thorough)])
 def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
-    base, path = model_folder(kind, tmp_path / "model"), image_rows(tmp_path / "data")
-
-    def prepared(config):
-        return load_data(
-            config.changed({"data.train_path": str(path), "data.val_fraction": 0}), images="trained"
-        ).rows
-
+    base, data = model_folder(kind, tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
     job = make_job(
-        base, tmp_path / "runs", "run", mode="full", vision="full", data=prepared, batch_size=4,
+        base, tmp_path / "runs", "run", mode="full", vision="full", data=data, batch_size=4,
         effective_batch_size=ROWS, max_steps=STEPS, learning_rate=RATE, lr_schedule="constant", warmup_ratio=0.0,
     )  # fmt: skip
     assert len(job.data.train) == ROWS and job.plan.batch.accumulation == 2
@@ -106,3 +120,14 @@ def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
     expected = plain_losses(base, job.data, kind)
     assert losses(job)[0] == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0] - 0.1
+
+
+@pytest.mark.parametrize("mode", [pytest.param("lora", marks=pytest.mark.thorough), "qlora"])
+def test_the_probe_of_a_run_with_images_measures_what_was_predicted(mode, tmp_path):
+    base, data = model_folder("smolvlm", tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
+    job = make_job(base, tmp_path / "runs", "run", mode=mode, data=data, probe=True)
+    facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
+    request = Request(job.config, Architecture.of(job.architecture), facts, detect(), 1)
+    _, result = settle_plan(prepare_session(replace(job, plan=fastest_plan(request))))
+    for phase in ("forward", "backward", "optimizer"):
+        assert result.phases[phase] == pytest.approx(result.expected[phase], abs=16 * KIB), phase

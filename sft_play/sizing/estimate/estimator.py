@@ -320,7 +320,7 @@ def estimator(
             update_bytes=lambda elements: ask(step_facts.update_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.sharing.engine)
-        return memory.estimate(steps, device, engine, division, held=batches.held, complete=complete)
+        return memory.estimate(steps, device, engine, division, batches=batches, complete=complete)
 
     return estimate
 

@@ -10,13 +10,14 @@ from sft_play.engines.registry import ALONE
 from sft_play.plan import HighestBatches, HostMemory, Memory
 from sft_play.sizing.estimate.allocator import replay_steps
 from sft_play.sizing.estimate.budget import HANDLES, DeviceBudget
-from sft_play.sizing.step import MicroBatch
+from sft_play.sizing.step import MicroBatch, RunBatches
 from sft_play.timeline import TERMS, Peak, Step, StepTrace
 from sft_play.work import directions
 
 # Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
 # and one stream did it need the other 20%. Fixed ones need more, up to a third in published runs
 # (benchmarks/evidence), and so do steps of divided models, which allocate on several streams.
+UNKNOWN = RunBatches()
 FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether both are so
 
 # Of what is in RAM: what is copied to the GPU or from it. The optimizer's states stay where they are.
@@ -61,15 +62,15 @@ def estimate(
     engine: Engine = ALONE,
     division: Division | None = None,
     *,
-    held: int = 0,
+    batches: RunBatches = UNKNOWN,
     complete: bool = False,
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
     Each phase counts in the step in which its peak is highest. The engine transforms the steps of a single
     process according to its division: no earlier micro-batch has left gradients at the first one of an
-    optimizer step. `held` are the most tokens of batches that the trainer holds. With `complete`, reserved
-    bytes are predicted, which takes time, also where they cannot decide.
+    optimizer step. `batches` are those of the run. With `complete`, reserved bytes are predicted, which takes
+    time, also where they cannot decide.
     """
     host = host_memory([each.step for each in sized], device, engine, division)
     sized = [replace(each, step=_of_process(each, device, engine, division)) for each in sized]
@@ -91,7 +92,7 @@ def estimate(
         phase_terms=phase_terms,
         guard_bytes=device.guard.bytes,
         host=host,
-        highest=_highest(sized, [_with_workspaces(own, device) for own in peaks_of], held),
+        highest=_highest(sized, [_with_workspaces(own, device) for own in peaks_of], batches),
     )
     compact = device.expandable and not any(each.step.timeline.streams.any() for each in sized)
     if device.kind == "cpu" or not (complete or _is_tight(memory, compact)):
@@ -129,7 +130,7 @@ def _with_workspaces(peaks: Mapping[str, Peak], device: DeviceBudget) -> dict[st
 
 
 def _highest(
-    sized: Sequence[SizedStep], peaks_of: Sequence[Mapping[str, Peak]], held: int
+    sized: Sequence[SizedStep], peaks_of: Sequence[Mapping[str, Peak]], batches: RunBatches
 ) -> HighestBatches | None:
     """The batches whose steps have the highest peaks in training, and in the evaluation; None if unknown."""
     if any(each.micro is None or each.micro.place is None for each in sized):
@@ -138,12 +139,13 @@ def _highest(
     scored = _highest_in(peaks_of, "evaluation")
     micro, evaluated = sized[most].micro, sized[scored].evaluated
     assert micro and micro.place is not None
+    after = batches.bytes_of(batches.held - micro.tokens, batches.held_units - micro.units)
     peaks = {**peaks_of[most], "evaluation": peaks_of[scored]["evaluation"]}
     return HighestBatches(
         train=micro.place,
         last=micro.last,
-        held=micro.held,
-        held_after=max(0, held - micro.tokens),
+        held=batches.bytes_of(micro.held, micro.held_units),
+        held_after=max(0, after),
         evaluation=evaluated.place if evaluated else None,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
     )

@@ -103,10 +103,7 @@ def with_held(
     units += [evaluated.held_units if evaluated else 0, copies * own, copies * own_eval]
     phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]
     phases += [("forward", "forward"), ("evaluation", "evaluation")]
-    held = (
-        batches.token_bytes * size + batches.unit_bytes * seen
-        for size, seen in zip(sizes, units, strict=True)
-    )
+    held = map(batches.bytes_of, sizes, units)
     return step.with_buffers(
         *(Buffer("activations", size, *ends) for size, ends in zip(held, phases, strict=True))
     )

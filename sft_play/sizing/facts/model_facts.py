@@ -11,6 +11,7 @@ from sft_play.choices.kernels import LAYERS
 from sft_play.errors import ConfigError
 from sft_play.reasons.method import FourBitBase, Padded
 from sft_play.units import format_bytes
+from sft_play.vision.looks import seeing_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -136,7 +137,12 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
     except LookupError:
         layers = ModuleList()
     head, weights = model.get_output_embeddings(), list(model.parameters())
-    linear = (m for m in model.modules() if isinstance(m, (Linear, Conv1D)) and m is not head)
+    seeing = seeing_parts(model.config)
+    linear = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, (Linear, Conv1D)) and module is not head and not name.startswith(seeing)
+    )
     rows: Counter[int] = Counter()
     for weight in weights:
         if weight.ndim:

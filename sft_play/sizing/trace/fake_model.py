@@ -61,7 +61,7 @@ def skeleton(
     stand_ins = keep_one_of_each_kind(model, spec.activations.apart > 0) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
-            quantize_layers(model, nf4(dtype))
+            quantize_layers(model, nf4(config, dtype))
             keep_differentiable(model)
     own_passes.replace_forwards(model, spec.kernels)
     model.config.use_cache = False

@@ -1,5 +1,8 @@
 """Models that see, built as for training, and their joined micro-batches of random rows with pictures."""
 
+import torch
+
+from benchmarks.random_models import quantize_linear_layers
 from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters.attach import attach_adapter
 from sft_play.model.attention import varlen
@@ -21,6 +24,8 @@ def ours(kind, mode="full", vision="frozen"):
     config = config_of(kind)
     model = random_model(config, attn_implementation=attention_by_part(config, varlen.LIBRARY_NAME))
     own_passes.replace_forwards(model)
+    if mode == "qlora":
+        quantize_linear_layers(model, torch.float32)
     parts, trained = trained_parts(config, vision), model
     if mode == "full":
         freeze_what_gets_no_gradient(model, parts)

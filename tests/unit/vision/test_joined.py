@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch.nn.functional import cross_entropy
 
 from benchmarks.cpu_meter import measure_step
+from benchmarks.random_models import quantize_linear_layers
 from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters.attach import attach_adapter
 from sft_play.model.architecture.shape import know_multimodal
@@ -17,7 +19,7 @@ from sft_play.sizing.step import JoinedRows, StepSpec
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.vision.batches import positions
 from sft_play.vision.fits import RowFits, fits_of_rows
-from sft_play.vision.looks import Look, trained_parts
+from sft_play.vision.looks import Look, seeing_parts, trained_parts
 from sft_play.vision.types import Fit, pictures_of
 from tests.unit.vision.built import LORA, difference, gradients, joined, ours
 from tests.vision_models import IMAGE, config_of, picture_rows, random_model, random_pixels
@@ -26,9 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("qwen3_vl", "smolvlm")
 
 
-def alone(kind, rows):
+def alone(kind, rows, adapted=lambda model: model):
     """Loss and gradients of plain transformers, one row after the other."""
-    look, model = Look.of(config_of(kind)), random_model(config_of(kind), attn_implementation="sdpa")
+    look = Look.of(config_of(kind))
+    model = adapted(random_model(config_of(kind), attn_implementation="sdpa"))
     total, count = 0.0, sum(label != -100 for row in rows for label in row["labels"])
     for row in rows:
         pictures = pictures_of(row["pictures"])
@@ -65,6 +68,32 @@ def test_joined_rows_give_the_loss_and_gradients_that_each_gives_alone(kind, vis
     other = token_loss(model, swapped)
     other.backward()
     assert abs(other.item() - expected) > 1e-4 * expected and difference(gradients(model), wanted) > 1e-2
+
+
+def changed(adapted):
+    """The model with an adapter that changes something, the same each time."""
+    torch.manual_seed(1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.1 * torch.randn_like(parameter)
+    return adapted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_do_rows_on_four_bit_weights_beside_a_tower_that_stays_as_it_is(kind):
+    def on_four_bits(model):
+        quantize_linear_layers(model, torch.float32)
+        return changed(attach_adapter(model, LORA))
+
+    rows, model = picture_rows(kind, 4, seed=3, images=[2, 0, 1, 1]), changed(ours(kind, "qlora"))
+    seeing = seeing_parts(config_of(kind))
+    packed = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    assert packed and not any(part in name for part in seeing for name in packed)
+    loss = token_loss(model, joined(kind, rows, range(4)))
+    loss.backward()
+    expected, wanted = alone(kind, rows, on_four_bits)
+    assert loss.item() == pytest.approx(expected, rel=2e-6)
+    assert difference(gradients(model), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("vision", ["frozen", "lora"])
@@ -110,7 +139,13 @@ def random_fits(kind, rng, count):
 CASES = [
     pytest.param(kind, *way, seed, marks=[] if seed == 0 else pytest.mark.thorough)
     for kind in KINDS
-    for way in (("full", "full"), ("full", "frozen"), ("lora", "frozen"), ("lora", "lora"))
+    for way in (
+        ("full", "full"),
+        ("full", "frozen"),
+        ("lora", "frozen"),
+        ("lora", "lora"),
+        ("qlora", "frozen"),
+    )
     for seed in range(8)
 ]
 

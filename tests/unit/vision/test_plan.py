@@ -31,7 +31,7 @@ def test_images_that_are_not_here_are_planned_with_their_tokens_memory_and_hours
     assert tree["plan"]["engine"] == "ddp" and tree["plan"]["gpu_hours"] > plain["plan"]["gpu_hours"]
     text = " ".join(screen(report).split())
     assert "to the text of each row, 2 images of 900 x 700 pixels" in text
-    assert [row["method"] for row in tree["methods"]] == ["full", "lora"]
+    assert [row["method"] for row in tree["methods"]] == ["full", "lora", "qlora"]
 
 
 @pytest.mark.thorough
@@ -43,7 +43,7 @@ def test_the_first_plan_alone_needs_no_description_of_texts(plan):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("tuning.mode=qlora",), "tuning.mode=qlora is not supported yet for rows with images"),
+        (("train.packing=true",), "train.packing=true is not supported yet for rows with images"),
         (("parallel.engine=deepspeed_z2",), "parallel.engine=deepspeed_z2 is not supported yet"),
         (("--context", "max"), "IMAGES and GPU_HOUR have no effect on it"),
     ],

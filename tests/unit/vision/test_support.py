@@ -19,7 +19,8 @@ def run(**sections):
     [
         ({}, "gemma3", "gemma3 would have to be padded.*use one of Qwen3-VL, SmolVLM2 and Idefics3"),
         ({}, "qwen3_5", "qwen3_5 would have to be padded"),
-        ({"tuning": {"mode": "qlora"}}, "smolvlm", "tuning.mode=qlora is not supported yet .* images"),
+        ({"train": {"compile": True}}, "smolvlm", "train.compile=true is not supported yet .* images"),
+        ({"tuning": {"mode": "qlora", "vision": "lora"}}, "smolvlm", "part of tuning.mode=lora .found"),
         ({"train": {"packing": True}}, "smolvlm", "train.packing=true is not supported yet"),
         ({"train": {"padding_free": False}}, "smolvlm", "train.padding_free=false is not supported yet"),
         ({"model": {"name": "x", "attention": "eager"}}, "smolvlm", "model.attention=eager is not"),
@@ -34,13 +35,14 @@ def test_what_does_not_go_together_with_images_is_refused(sections, kind, words)
 
 
 @pytest.mark.parametrize(
-    "tuning", [{}, {"vision": "lora"}, {"mode": "full", "vision": "full"}, {"mode": "full"}]
+    "tuning",
+    [{}, {"vision": "lora"}, {"mode": "full", "vision": "full"}, {"mode": "full"}, {"mode": "qlora"}],
 )
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
-def test_what_goes_together_is_not_refused_and_the_same_with_qlora_is(tuning, kind):
+def test_what_goes_together_is_not_refused_and_the_same_with_packing_is(tuning, kind):
     require_supported(run(tuning=tuning), config_of(kind), seen=True)
-    with pytest.raises(ConfigError, match="tuning.mode=qlora is not supported yet for rows with images"):
-        require_supported(run(tuning=tuning | {"mode": "qlora"}), config_of(kind), seen=True)
+    with pytest.raises(ConfigError, match="train.packing=true is not supported yet for rows with images"):
+        require_supported(run(tuning=tuning, train={"packing": True}), config_of(kind), seen=True)
 
 
 def test_what_sees_is_not_trained_without_images():
