@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sft_play.data.splits import SPLITS
 from sft_play.errors import DataError
@@ -22,10 +22,8 @@ def keep(folder: Path, problems: Sequence[str]) -> None:
             file.writelines(" ".join(problem.split("\n")) + "\n" for problem in problems)
 
 
-def require_none(folder: Path, what: str, bad: int, read: int) -> None:
+def refuse(folder: Path, what: str, bad: int, read: int) -> NoReturn:
     """Raises a DataError that lists the rows of `what` that are not valid, of so many that were read."""
-    if not bad:
-        return
     with (folder / FILE).open(encoding="utf-8") as file:
         lines = "".join(f"  {line}\n" for line in by_cause(islice(file, SHOWN)))
     first = f"; the first {SHOWN}" if bad > SHOWN else ""

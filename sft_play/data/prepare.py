@@ -153,6 +153,8 @@ def prepare(
             bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
             with bar if progress else nullcontext(lambda rows: None) as advance, _own_rows(given):
                 parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
+        if config.data.bad_rows == "refuse":
+            _require_valid(parts, folder)
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
@@ -336,8 +338,6 @@ def _encode(
             bad_rows.keep(rows_file.parent, chunk.counts.bad)
             bad += len(chunk.counts.bad)
             advance(chunk.counts.read)
-    if config.data.bad_rows == "refuse":
-        bad_rows.require_none(rows_file.parent, given.key, bad, counts.read)
     if bad:
         counts.dropped[bad_rows.DROPPED] = bad
     return Part(
@@ -350,6 +350,16 @@ def _encode(
         task.format,
         task.block,
     )
+
+
+def _require_valid(parts: Sequence[Part], folder: Path) -> None:
+    """Raises one DataError for the rows of all paths that are not valid."""
+    found = [part for part in parts if part.counts.dropped[bad_rows.DROPPED]]
+    if found:
+        what = ", ".join(part.given.key for part in found)
+        bad = sum(part.counts.dropped[bad_rows.DROPPED] for part in found)
+        with _own_rows(min((part.given for part in found), key=lambda given: bool(given.alone))):
+            bad_rows.refuse(folder, what, bad, sum(part.counts.read for part in found))
 
 
 def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | str) -> PreparedData:

@@ -101,3 +101,10 @@ def test_data_of_bad_rows_alone_cannot_be_used(run):
     assert "not valid JSON" in message
     message = said(run, "{}\n" * 3, format="question_answer", bad_rows="drop")
     assert "none of the 3 rows is usable (3 not valid)" in message
+
+
+def test_those_of_all_paths_are_named_in_one_error(run, write_rows):
+    other = write_rows("\n".join([GOOD[0], "{}"]), "val.jsonl")
+    message = said(run, WITH_BAD, val_path=str(other))
+    assert message.startswith("data.train_path, data.val_path: 6 of 47 rows are not valid:\n")
+    assert "val.jsonl:2: key 'question' is missing" in message
