@@ -116,7 +116,7 @@ def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_lo
     assert not untidy(out)
     assert not re.search(r"Warning|WARNING|it/s|s/it|Loading|Writing|Setting accelerator|kernels", out)
     assert finished.done.err == ""
-    assert "Loading weights" in log and "step 8/8" not in log
+    assert "CPUAllocator.cpp" in log and "step 8/8" not in log  # a warning of PyTorch
 
 
 @pytest.mark.thorough
