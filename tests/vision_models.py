@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 from sft_play.data.store import ROWS
 from sft_play.vision.looks import Look
 from sft_play.vision.types import PICTURES, Fit, Picture
+from tests import pictures
 from tests.conftest import VOCABULARY
 
+MODEL_TYPES = {"smolvlm": "smolvlm", "qwen": "qwen3_vl"}  # by the names of tests/pictures.py
 IMAGE, VIDEO, START, END = VOCABULARY - 4, VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -95,6 +97,24 @@ def checkpoint(kind: str, folder: Path, tokenizer: Path, dtype: torch.dtype = to
         shutil.copy(path, folder / path.name)
     for path in tokenizer.glob("chat_template*"):
         shutil.copy(path, folder / path.name)
+    return folder
+
+
+def model_folder(kind: str, folder: Path) -> Path:
+    """A small model that sees, with random weights, its tokenizer and the settings of its image processor."""
+    pictures.save_folder(kind, folder)
+    tokenizer, tree = pictures.tokenizer_of(kind), dict(TREES[MODEL_TYPES[kind]])
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = tree["text_config"] | special | {"vocab_size": len(tokenizer)}
+    tree |= {"text_config": text, "image_token_id": pictures.config_of(kind, tokenizer).image_token_id}
+    if kind == "qwen":
+        ends = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+        tree |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
+        tree["video_token_id"] = tokenizer.bos_token_id
+    else:
+        tree["vision_config"] = tree["vision_config"] | {"image_size": 64, "patch_size": 8}
+        tree["pad_token_id"] = tokenizer.pad_token_id
+    random_model(AutoConfig.for_model(MODEL_TYPES[kind], **tree)).save_pretrained(folder)
     return folder
 
 

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sft_play.commands.answers import tools_note
-from sft_play.commands.infer import warn_of_unknown_words
+from sft_play.commands.infer import gallery_of_prompts, warn_of_unknown_words
 from sft_play.config.schema import RunConfig
+from sft_play.data.sources import Source
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import DataError
 from sft_play.model.build import load_for_inference
@@ -18,18 +20,23 @@ from sft_play.model.weights.finished import finished_weights
 from sft_play.report.record import tree_of
 from sft_play.rows.calls import calls_of, reasoning_of, without_reasoning
 from sft_play.rows.formats import Conversation, tools_of
+from sft_play.rows.images import MARK
 from sft_play.rows.invalid import InvalidRow
 from sft_play.rows.messages import Message
 from sft_play.rows.strict_json import parse
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import LOADING, spinner
+from sft_play.vision.expansion import pictures_in
+from sft_play.vision.gallery import Gallery
+from sft_play.vision.prompts import Pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELP = """/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer
 /tools FILE: offer the tools of a JSON list   /result TEXT: what a call returned"""
+IMAGE_HELP = "/image FILE: an image before your next message"
 NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
@@ -38,17 +45,29 @@ MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 @dataclass
 class Dialogue:
-    """The state of a chat: system prompt, tools and turns."""
+    """The state of a chat: system prompt, tools, turns, and the images of the next one."""
 
     system: str | None = None
     tools: list[dict[str, Any]] | None = None
     turns: list[Message] = field(default_factory=list)
+    gallery: Gallery = Gallery()
+    images: list[Any] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:
         """The messages for the chat template."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return system + self.turns
+
+    def begin(self) -> None:
+        """Starts a new conversation."""
+        self.turns, self.images = [], []
+
+    def question(self, text: str) -> Message:
+        """A message of the user, with the images before it, which are used up."""
+        images, self.images = self.images, []
+        message: Message = {"role": "user", "content": MARK * len(images) + text}
+        return {**message, "images": images} if images else message
 
 
 def run_chat_command(chat: Dialogue, line: str) -> str | None:
@@ -57,11 +76,14 @@ def run_chat_command(chat: Dialogue, line: str) -> str | None:
     if command in ("/quit", "/exit"):
         return None
     if command == "/reset":
-        chat.turns.clear()
+        chat.begin()
         return "started a new conversation"
     if command == "/system":
-        chat.system, chat.turns = text.strip() or None, []
+        chat.begin()
+        chat.system = text.strip() or None
         return f"system prompt: {chat.system or '(none)'}; started a new conversation"
+    if command == "/image":
+        return _add_image(chat, text.strip())
     if command == "/tools":
         return _offer_tools(chat, text.strip())
     if command == "/result":
@@ -75,9 +97,23 @@ def _offer_tools(chat: Dialogue, file: str) -> str:
         tools = tools_of(parse(Path(file).expanduser().read_text(encoding="utf-8"))) if file else None
     except (OSError, ValueError, InvalidRow) as error:
         return f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
-    chat.tools, chat.turns = tools, []
+    chat.begin()
+    chat.tools = tools
     names = [str(tree_of(tool.get("function", tool)).get("name")) for tool in tools or ()]
     return f"tools: {', '.join(names) or '(none)'}; started a new conversation"
+
+
+def _add_image(chat: Dialogue, reference: str) -> str:
+    """Puts an image before the next message; returns the reply."""
+    if isinstance(chat.gallery.recipe, str):
+        return f"not added: {chat.gallery.recipe}"
+    asked = Conversation(({"role": "user", "content": MARK, "images": [reference]},), source="/image")
+    try:
+        (message,) = chat.gallery.located(asked, "the chat").messages
+    except DataError as error:
+        return f"not added: {error}"
+    chat.images += message["images"]
+    return f"added; {len(chat.images)} before your next message"
 
 
 def said_by_user(chat: Dialogue, line: str) -> Message | None:
@@ -85,7 +121,7 @@ def said_by_user(chat: Dialogue, line: str) -> Message | None:
     command, _, text = line.partition(" ")
     if command == "/result" and chat.turns:
         return {"role": "tool", "content": text.strip()}
-    return None if line.startswith("/") else {"role": "user", "content": line}
+    return None if line.startswith("/") else chat.question(line)
 
 
 def answer_message(text: str, *, tools: bool) -> Message:
@@ -140,7 +176,7 @@ def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str], stops: Seq
 
 def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, config: RunConfig) -> None:
     """Answers the last question of the chat: prints the answer and adds it to the chat."""
-    prompts = chat_of(config, tokenizer)
+    prompts = chat_of(config, tokenizer, chat.gallery.recipe)
 
     def render(messages: Sequence[Message]) -> list[int]:
         return prompt_ids(prompts, Conversation(tuple(messages), tools=chat.tools, source="the chat"))
@@ -165,7 +201,8 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
     pieces: list[str] = []
     try:
         printer = _printer(tokenizer, pieces, stop_token_ids(model, tokenizer))
-        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=printer)[0]
+        seen = Pictures(prompts.recipe, [pictures_in(chat.messages)], chat.gallery.kept)
+        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=printer, pictures=seen)[0]
         say()
         if len(new) >= room:
             say(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
@@ -180,13 +217,31 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     Raises CheckpointError if the run has no complete weights.
     """
     weights = finished_weights(config, run)
-    with quiet_libraries(run.log):
-        tokenizer = load_chat_tokenizer(config)
-        with spinner(LOADING):
-            model = load_for_inference(config, weights)
-    state = Dialogue(system=config.data.system_prompt)
-    console().print(f"{run.path.name} on {model.device}", style="bold")
-    console().print(HELP, style="dim")
+    with TemporaryDirectory() as kept:
+        with quiet_libraries(run.log):
+            tokenizer = load_chat_tokenizer(config)
+            gallery = gallery_of_prompts(config, tokenizer, Source("the chat", ()), Path(kept))
+            with spinner(LOADING):
+                model = load_for_inference(config, weights)
+        # whoever types a path may read the file
+        gallery = replace(gallery, allowed=Path("/"), base=gallery.base or Path())
+        state = Dialogue(config.data.system_prompt, gallery=gallery)
+        console().print(f"{run.path.name} on {model.device}", style="bold")
+        console().print(HELP, style="dim")
+        _converse(config, run, model, tokenizer, state, read)
+
+
+def _converse(
+    config: RunConfig,
+    run: RunDir,
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    state: Dialogue,
+    read: Callable[[str], str],
+) -> None:
+    """Reads lines and answers them until the chat is ended."""
+    if not isinstance(state.gallery.recipe, str):
+        console().print(IMAGE_HELP, style="dim")
     if note := tools_note(read_json(run.summary)):
         console().print(note, style="dim")
     if prompts := _prompts_to_try(run):
@@ -222,7 +277,8 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
 def _prompts_to_try(run: RunDir) -> list[str]:
     """The first prompts of one line that the run was compared on, if it was."""
     samples = read_json(run.summary).get("samples")
-    found = [tree_of(sample).get("prompt") for sample in samples] if isinstance(samples, list) else []
+    trees = map(tree_of, samples) if isinstance(samples, list) else ()
+    found = [tree.get("prompt") for tree in trees if not tree.get("images")]
     prompts = [prompt.strip() for prompt in found if isinstance(prompt, str)]
     return [
         prompt for prompt in dict.fromkeys(prompts) if "\n" not in prompt and len(prompt) <= SHOWN_PROMPT

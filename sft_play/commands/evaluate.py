@@ -25,7 +25,7 @@ from sft_play.files import storing, write_atomic
 from sft_play.model.collators import padded_micro_batches
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches
 from sft_play.model.layers.loss_head import TokenScore, add_loss_head, score_batch
-from sft_play.model.load import load_data
+from sft_play.model.load import LoadedData, load_data
 from sft_play.model.weights.base_files import require_same_base
 from sft_play.model.weights.finished import finished_weights
 from sft_play.report.card import renewed_cards
@@ -36,6 +36,7 @@ from sft_play.runlog import RunDir
 from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import progress_bar
+from sft_play.vision.prompts import NO_PICTURES, Pictures
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,12 +44,18 @@ if TYPE_CHECKING:
 
 
 def score_rows(
-    model: torch.nn.Module, dataset: "Dataset", pad_id: int, *, batch_size: int, description: str = "scoring"
+    model: torch.nn.Module,
+    dataset: "Dataset",
+    pad_id: int,
+    *,
+    batch_size: int,
+    pictures: Pictures = NO_PICTURES,
+    description: str = "scoring",
 ) -> TokenScore:
     """Loss and token accuracy over all supervised tokens of `dataset`, of a model in eval mode.
 
     The dataset has the columns input_ids, labels and length. The batch size, halved if memory runs out, only
-    affects rounding. `description` is that of the progress bar.
+    affects rounding. `pictures` are those of its rows, `description` is that of the progress bar.
     """
     add_loss_head(model)
     collate = padded_micro_batches(dataset, pad_id)
@@ -56,7 +63,8 @@ def score_rows(
     order = sorted(range(len(dataset)), key=list(dataset["length"]).__getitem__, reverse=True)
 
     def score(rows: list[int]) -> torch.Tensor:
-        return score_batch(model, send_to_device(collate([{"rows": rows}]), model.device)).cpu()
+        batch = pictures.of(rows).beside(collate([{"rows": rows}]))
+        return score_batch(model, send_to_device(batch, model.device)).cpu()
 
     with progress_bar(description, len(order)) as done:
         for rows, part in in_batches(order, batch_size, score):
@@ -69,16 +77,21 @@ def answer_questions(
     model: torch.nn.Module,
     tokenizer: "PreTrainedTokenizerBase",
     asked: Sequence[Question],
+    data: PreparedData,
     settings: EvalConfig,
     description: str,
 ) -> list[Answer]:
-    """Generates greedy answers, in the order of the questions; `description` is that of the progress bar."""
+    """Generates greedy answers, in the order of the questions, which are of rows of `data`.
+
+    `description` is that of the progress bar.
+    """
     return generate_answers(
         model,
         tokenizer,
         [question.ids for question in asked],
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.rows_answered_together,
+        pictures=Pictures(data.recipe, [question.pictures for question in asked]),
         description=description,
     )
 
@@ -105,6 +118,7 @@ def samples_of(
     return [
         {
             "prompt": question.shown,
+            **question.thumbnails,
             "reference": question.reference,
             **{name: question.compared(one.answers[row].text).answer for name, one in found.items()},
             "right": {name: is_right(one.judged[row], settings.metrics) for name, one in found.items()},
@@ -165,7 +179,7 @@ def evaluate_run(
         rows = _split_rows(loaded.rows, split)
         asked = questions(config, loaded.rows, split, loaded.tokenizer, limit)
         merged, left_out = merged_model(config, run, weights)
-        measure = partial(_measure, config, scoring_batch_size(config, run), loaded.tokenizer, rows, asked)
+        measure = partial(_measure, config, scoring_batch_size(config, run), loaded, rows, asked)
         measured = of_each_model(config, weights, measure, merged)
         trained = measured[trained_name(config)]
         result = {
@@ -192,7 +206,7 @@ def evaluate_run(
 def _measure(
     config: RunConfig,
     batch_size: int,
-    tokenizer: "PreTrainedTokenizerBase",
+    loaded: LoadedData,
     rows: "Dataset",
     asked: Sequence[Question],
     name: str,
@@ -200,9 +214,11 @@ def _measure(
 ) -> Measured:
     """Scores a model on all rows, and its answers to the questions."""
     began = time.perf_counter()
-    pad_id, said = tokenizer.pad_token_id, f"{name}: scoring rows"
-    score = score_rows(model, rows, pad_id, batch_size=batch_size, description=said)
-    answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering rows")
+    tokenizer, data = loaded.tokenizer, loaded.rows
+    pictures = Pictures.in_rows(data.recipe, rows, data.cache_path)
+    how: dict[str, Any] = dict(pictures=pictures, batch_size=batch_size, description=f"{name}: scoring rows")
+    score = score_rows(model, rows, tokenizer.pad_token_id, **how)
+    answers = answer_questions(model, tokenizer, asked, data, config.eval, f"{name}: answering rows")
     seconds = time.perf_counter() - began
     metrics, judged = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])
     in_4bit = " on 4-bit weights" if getattr(model, "is_loaded_in_4bit", False) else ""
@@ -238,7 +254,7 @@ def _write_answers(
         }
         record |= {key: measured[name].answers[row].text for name, key in names.items()}
         right = {key: is_right(measured[name].judged[row], metrics) for name, key in names.items()}
-        record["right"] = right
+        record |= {"right": right, **(question.thumbnails if row < config.eval.samples else {})}
         lines += json.dumps(record, ensure_ascii=False) + "\n"
     with storing(path, "Free some space, or set output.dir=<folder>"):
         write_atomic(path, lines)
@@ -258,7 +274,7 @@ def before_after(
         return None
 
     def measure(name: str, model: torch.nn.Module) -> Measured:
-        answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
+        answers = answer_questions(model, tokenizer, asked, data, config.eval, f"{name}: answering {split}")
         metrics, judged = answer_metrics(asked, answers, config.eval)
         return Measured({**metrics, "split": split}, answers, judged)
 

@@ -1,28 +1,28 @@
-"""Batch inference with the trained model on a file of prompts."""
+"""Answers of the trained model to a file of prompts."""
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sft_play.builtin.demo import unknown_words
 from sft_play.config.schema import RunConfig
 from sft_play.data.folders import SUFFIXES
+from sft_play.data.prepare import gallery_of
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import write_atomic
 from sft_play.model.build import load_for_inference
-from sft_play.model.generation import (
-    Answer,
-    answer_batches,
-    chat_of,
-    load_chat_tokenizer,
-)
+from sft_play.model.generation import Answer, answer_batches, chat_of, load_chat_tokenizer
+from sft_play.model.load import load_model_config, load_recipe
 from sft_play.model.weights.finished import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.rows.formats import FORMATS, PROMPTS, Conversation, convert
+from sft_play.rows.images import data_url
 from sft_play.rows.json_files import Row
 from sft_play.rows.messages import ROLES, Message
 from sft_play.runlog import RunDir
@@ -30,14 +30,34 @@ from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
+from sft_play.vision.expansion import pictures_in
+from sft_play.vision.families import Recipe
+from sft_play.vision.gallery import Gallery
+from sft_play.vision.prompts import Pictures
+from sft_play.vision.support import why_unseen
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedTokenizerBase
 
-SHOWN_WORDS = 8  # of those that the demo does not know
 ANSWER_KEY, ROW_KEY = "generated", "row"  # keys that are added to each row of the output
 
 PLACEHOLDER: Message = {"role": "assistant", "content": "?"}
+SHOWN_WORDS = 8  # of those that the demo does not know
+
+
+def gallery_of_prompts(
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase", source: Source, kept: Path
+) -> Gallery:
+    """Where the pictures of prompts may come from: as those of rows; what has no file is kept in `kept`.
+
+    Raises:
+        ConfigError: as in `load_recipe`.
+    """
+    architecture = load_model_config(config.model)
+    recipe = load_recipe(config, architecture, tokenizer)
+    if isinstance(recipe, Recipe):
+        recipe = why_unseen(architecture) or recipe
+    return replace(gallery_of(config, source, recipe), kept=kept)
 
 
 def warn_of_unknown_words(config: RunConfig, text: str) -> None:
@@ -122,7 +142,7 @@ def answered_rows(output: Path, rows: Sequence[Row], weights: Path, *, force: bo
             record = json.loads(line)
             index = record.pop(ROW_KEY) - 1
             del record[ANSWER_KEY]
-            same = record == json.loads(json.dumps(rows[index].data, default=str))
+            same = record == json.loads(_json(rows[index].data))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             same = False
         if not same:
@@ -140,7 +160,12 @@ def _begins_as(cut: str, row: Row) -> bool:
 
 
 def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, default=str)
+    return json.dumps(record, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: object) -> str:
+    """What JSON has in place of a value of Parquet, such as the bytes of a picture."""
+    return data_url(value) if isinstance(value, bytes) else str(value)
 
 
 def infer_batch(
@@ -198,7 +223,7 @@ def _answer_rows(
     with output.open("w", encoding="utf-8") as file:
         file.writelines(done.values())
         file.flush()
-        for index, answer in _answers(config, weights, [prompts[i][1] for i in todo]) if todo else ():
+        for index, answer in _answers(config, weights, [prompts[i] for i in todo]) if todo else ():
             row = todo[index]
             record = {**prompts[row][0].data, ANSWER_KEY: answer.text, ROW_KEY: row + 1}
             done[row] = f"{_json(record)}\n"
@@ -210,19 +235,25 @@ def _answer_rows(
 
 
 def _answers(
-    config: RunConfig, weights: Path, conversations: Sequence[Conversation]
+    config: RunConfig, weights: Path, prompts: Sequence[tuple[Row, Conversation]]
 ) -> Iterator[tuple[int, Answer]]:
-    """Yields the index of each conversation and its answer, as they are generated."""
+    """Yields the index of each prompt of a file and its answer, as they are generated."""
     tokenizer = load_chat_tokenizer(config)
-    chat = chat_of(config, tokenizer)
-    ids = [prompt_ids(chat, conversation) for conversation in conversations]
-    with spinner(LOADING):
-        model = load_for_inference(config, weights)
-    rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens
-    batches = answer_batches(model, tokenizer, ids, max_new_tokens=most, batch_size=rows)
-    with progress_bar("answering", len(ids)) as report:
-        for indices, answers in batches:
-            yield from zip(indices, answers, strict=True)
-            report(len(indices))
+    file = prompts[0][0].file
+    with TemporaryDirectory() as kept:
+        gallery = gallery_of_prompts(config, tokenizer, Source(file, (Path(file),)), Path(kept))
+        chat = chat_of(config, tokenizer, gallery.recipe)
+        asked = [gallery.located(conversation, file) for _, conversation in prompts]
+        ids = [prompt_ids(chat, conversation) for conversation in asked]
+        pictures = Pictures(chat.recipe, [pictures_in(each.messages) for each in asked], gallery.kept)
+        with spinner(LOADING):
+            model = load_for_inference(config, weights)
+        rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens
+        how: dict[str, Any] = dict(max_new_tokens=most, batch_size=rows, pictures=pictures)
+        batches = answer_batches(model, tokenizer, ids, **how)
+        with progress_bar("answering", len(ids)) as report:
+            for indices, answers in batches:
+                yield from zip(indices, answers, strict=True)
+                report(len(indices))
     del model, batches
     release_memory()

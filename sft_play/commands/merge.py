@@ -32,6 +32,7 @@ from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import spinner
 from sft_play.units import SHORT_NAMES, counted, format_bytes
+from sft_play.vision.prompts import NO_PICTURES, Pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -184,12 +185,19 @@ class LogitDifference:
     positions: int
 
 
-def row_logits(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The logits of all positions of rows without padding, float32 [positions, vocabulary], on the CPU."""
+def row_logits(model: Any, rows: Sequence[Sequence[int]], pictures: Pictures = NO_PICTURES) -> torch.Tensor:
+    """The logits of rows without padding, float32 [positions, vocabulary], on the CPU.
+
+    They are those of all positions; of a row with pictures, of the last TEST_TOKENS.
+    """
     found = []
-    for row in rows:
+    for index, row in enumerate(rows):
+        ids = torch.tensor([row], device=model.device)
+        seen: dict[str, Any] = pictures.of([index]).inputs(ids)
+        if seen:
+            seen["logits_to_keep"] = TEST_TOKENS
         with torch.inference_mode():
-            found.append(model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu())
+            found.append(model(input_ids=ids, **seen).logits[0].float().cpu())
     return torch.cat(found)
 
 
@@ -236,13 +244,13 @@ def merged_folder(config: RunConfig, run: RunDir, weights: Path) -> Path:
 
 
 def _measure(
-    config: RunConfig, adapter: Path, output: Path, dtype: str, rows: list[list[int]]
+    config: RunConfig, adapter: Path, output: Path, dtype: str, rows: list[list[int]], pictures: Pictures
 ) -> dict[str, LogitDifference]:
     """Compares merged, base and (QLoRA) 4-bit adapter model with the adapter on the unquantized base."""
     model: Any = load_for_inference(config, adapter, dtype=dtype, quantize=False)
-    reference = row_logits(model, rows)
+    reference = row_logits(model, rows, pictures)
     with model.disable_adapter():
-        measured = {"base": compare_logits(reference, row_logits(model, rows))}
+        measured = {"base": compare_logits(reference, row_logits(model, rows, pictures))}
     others: dict[str, tuple[Path, bool | None]] = {"merged": (output, None)}
     if config.tuning.mode == "qlora":
         others["adapter_on_4bit"] = adapter, True
@@ -250,7 +258,7 @@ def _measure(
         del model  # never two in memory
         release_memory()
         model = load_for_inference(config, weights, dtype=dtype, quantize=quantize)
-        measured[name] = compare_logits(reference, row_logits(model, rows))
+        measured[name] = compare_logits(reference, row_logits(model, rows, pictures))
     return measured
 
 
@@ -292,9 +300,13 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
         data = load_data(config, begun=True).rows
         held_out = data.val if data.val is not None else data.train
         first = held_out.select(range(min(TEST_ROWS, len(held_out))))
-        rows = [ids[:TEST_TOKENS] for ids in first["input_ids"]]
+        pictures = Pictures.in_rows(data.recipe, first, data.cache_path)
+        seen = [bool(row) for row in pictures.of_rows] or [False] * len(first)
+        rows = [
+            ids if whole else ids[:TEST_TOKENS] for ids, whole in zip(first["input_ids"], seen, strict=True)
+        ]
         with spinner("comparing logits"):
-            measured = _measure(config, adapter, output, dtype, rows)
+            measured = _measure(config, adapter, output, dtype, rows, pictures)
     tolerance = TOLERANCES[dtype]
     failed = failures(measured, tolerance)
     result = {

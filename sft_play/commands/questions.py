@@ -1,6 +1,7 @@
 """The questions of held-out rows: prompts, and what of an answer is compared with what."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,11 @@ from sft_play.rows.calls import (
     without_reasoning,
 )
 from sft_play.rows.formats import Conversation
+from sft_play.rows.images import as_written
 from sft_play.rows.messages import Message
+from sft_play.vision.expansion import pictures_in, rooted
+from sft_play.vision.shown import thumbnail
+from sft_play.vision.types import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,16 +35,24 @@ if TYPE_CHECKING:
 class Question:
     """An answer to be given: the messages before it, the one of the row, and the tokenized prompt."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # as files of rows have them
     reference: str  # its text without reasoning, or its calls
     ids: list[int]
     calls: tuple[Call, ...] = ()  # of the reference
     row: Mapping[str, Any] = field(default_factory=dict)  # messages until the reference, tools, source
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def shown(self) -> str:
         """The prompt for a reader, with its history in short."""
         return history_text(self.messages)
+
+    @property
+    def thumbnails(self) -> dict[str, list[str]]:
+        """Under "images", small copies of its pictures as data: URLs; {} without any, or if they are gone."""
+        with suppress(OSError, ValueError):
+            return {"images": [thumbnail(each) for each in self.pictures]} if self.pictures else {}
+        return {}
 
     def compared(self, answer: str) -> Compared:
         """What of a generated answer is compared with the reference."""
@@ -61,8 +74,9 @@ def questions(
         ConfigError: eval.answer_pattern matches none of them, or a function of eval.metrics fails.
     """
     limit = limit or config.eval.limit
-    chat, found = chat_of(config, tokenizer), list[Question]()
+    chat, found = chat_of(config, tokenizer, data.recipe), list[Question]()
     for conversation in data.conversations(split):
+        conversation = replace(conversation, messages=rooted(conversation.messages, data.cache_path))
         turns = asked_turns(chat, conversation) if conversation.text is None else []
         for turn in turns:
             found += [question] if (question := _question(chat, conversation, turn)).reference else []
@@ -86,8 +100,10 @@ def _question(chat: Chat, conversation: Conversation, turn: int) -> Question:
         reference = calls_text(calls)
         if compared_text(said, calls) != reference:  # of a template whose calls we cannot read
             reference, calls = without_reasoning(said), ()
-    row = {"messages": [*prompt.messages, message], "tools": prompt.tools, "source": prompt.source}
-    return Question(prompt.messages, reference, prompt_ids(chat, prompt) if reference else [], calls, row)
+    asked = tuple(map(as_written, prompt.messages))
+    row = {"messages": [*asked, message], "tools": prompt.tools, "source": prompt.source}
+    ids, pictures = prompt_ids(chat, prompt) if reference else [], pictures_in(prompt.messages)
+    return Question(asked, reference, ids, calls, row, pictures)
 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:

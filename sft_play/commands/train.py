@@ -161,7 +161,7 @@ def opened_job(
             )
         job = prepare_job(materialise(resolved), processes=processes, machines=nodes.count)
         job = replace(job, hooks=hooks)
-        if job.config.eval.generate and job.data.recipe is None:
+        if job.config.eval.generate:
             closing_questions(job.config, job.data, job.tokenizer)  # reports mistakes before training
         console().print(show.table(job.data), "", plan_summary(job.plan.to_json()), "")
         yield job
@@ -246,9 +246,6 @@ def compare(job: Job) -> dict[str, Any] | None:
     """Generates answers to held-out rows before and after training; also adds them to summary.json."""
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
         return None
-    if job.data.recipe is not None:
-        warn("no answers are compared: rows with images are trained on, but not answered yet")
-        return None
     from sft_play.commands.evaluate import before_after
     from sft_play.train.recovery import is_out_of_memory
 
@@ -285,7 +282,6 @@ def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
         summary = update_summary(run, status="done")
         reports = try_report(run)
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
-    answers = ("infer", "eval") if job.data.recipe is None else ()  # rows with images are not answered yet
-    targets = (*answers, "export" if whole else "merge")
+    targets = ("infer", "eval", "export" if whole else "merge")
     commands = [make_command(target, RUN=run.typed) for target in targets]
     console().print(closing_screen(summary, comparison, places | reports, commands))

@@ -1,7 +1,7 @@
 """Prompts in, answers out: batched, greedy by default, ending at the stop tokens of model and template."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -14,6 +14,8 @@ from sft_play.errors import DataError, DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights.finished import release_memory
 from sft_play.ui.progress import progress_bar
+from sft_play.vision.families import Recipe
+from sft_play.vision.prompts import NO_PICTURES, Pictures
 
 Result = TypeVar("Result")
 
@@ -72,9 +74,15 @@ def load_chat_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def chat_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """The settings for prompts of a run, whose chat template the tokenizer has."""
+def chat_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, recipe: Recipe | str | None = None
+) -> Chat:
+    """The settings for prompts of a run, whose chat template the tokenizer has.
+
+    `recipe` is how the model takes pictures, or why it takes none.
+    """
     chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
+    chat = replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
     return with_control_tokens(chat, config.data.control_tokens)
 
 
@@ -143,15 +151,17 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
+    pictures: Pictures = NO_PICTURES,
     **options: object,
 ) -> list[list[int]]:
     """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
 
     Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
-    A streamer receives tokens as they are generated. Further options are those of transformers' `generate`.
+    A streamer receives tokens as they are generated. `pictures` are those of the prompts. Further options are
+    those of transformers' `generate`.
 
     Raises:
-        DataError: a prompt has a token that the model has no row for.
+        DataError: a prompt has a token that the model has no row for, or the file of a picture is gone.
     """
     _require_known(model, tokenizer, prompts)
     given = {"input_ids": [list(prompt) for prompt in prompts]}
@@ -171,7 +181,8 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
     )
     # without gradients by itself; not in inference mode: what FSDP2 gathers in it could not be trained with
-    out = model.generate(**batch, generation_config=settings, streamer=streamer, **options)
+    seen = pictures.inputs(batch["input_ids"])
+    out = model.generate(**batch, **seen, generation_config=settings, streamer=streamer, **options)
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
@@ -188,6 +199,7 @@ def answer_batches(
     *,
     max_new_tokens: int,
     batch_size: int,
+    pictures: Pictures = NO_PICTURES,
 ) -> Iterator[tuple[list[int], list[Answer]]]:
     """Row indices and their answers, batch by batch: prompts of similar length together, the longest first.
 
@@ -207,7 +219,8 @@ def answer_batches(
         room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
         if room < 1:
             return [Answer("", 0, False) for _ in rows]
-        new = generate(model, tokenizer, [prompts[row] for row in rows], max_new_tokens=room)
+        asked, seen = [prompts[row] for row in rows], pictures.of(rows)
+        new = generate(model, tokenizer, asked, max_new_tokens=room, pictures=seen)
         return [_answer(tokens, stops, tokenizer) for tokens in new]
 
     yield from in_batches(alone, 1, work)
@@ -221,6 +234,7 @@ def generate_answers(
     *,
     max_new_tokens: int,
     batch_size: int = DEFAULT_BATCH_SIZE,
+    pictures: Pictures = NO_PICTURES,
     description: str = "generating",
 ) -> list[Answer]:
     """The answers in the order of the prompts, generated under a progress bar; as `answer_batches`.
@@ -230,8 +244,8 @@ def generate_answers(
     """
     answers: dict[int, Answer] = {}
     with progress_bar(description, len(prompts)) as done:
-        limits: dict[str, Any] = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
-        for rows, made in answer_batches(model, tokenizer, prompts, **limits):
+        how: dict[str, Any] = dict(max_new_tokens=max_new_tokens, batch_size=batch_size, pictures=pictures)
+        for rows, made in answer_batches(model, tokenizer, prompts, **how):
             answers.update(zip(rows, made, strict=True))
             done(len(rows))
     return [answers[row] for row in range(len(prompts))]

@@ -31,8 +31,9 @@ from sft_play.runlog import continued_run
 from sft_play.spelling import login, make
 from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network
+from sft_play.vision.families import Recipe
 from sft_play.vision.recipes import recipe_for
-from sft_play.vision.support import require_supported
+from sft_play.vision.support import require_seeing, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -249,6 +250,18 @@ def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     return with_rope_scaling(config, model), [note, *access]
 
 
+def load_recipe(
+    config: RunConfig, architecture: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase"
+) -> Recipe | str:
+    """How the model of a run takes pictures, or why it takes none.
+
+    Raises:
+        ConfigError: data.image_max_pixels is less than each picture has.
+    """
+    model = config.model
+    return recipe_for(architecture, tokenizer, model.name, model.revision, config.data.image_max_pixels)
+
+
 @dataclass(frozen=True)
 class LoadedData:
     """Tokenized rows, with the tokenizer and the architecture that they are for."""
@@ -265,13 +278,13 @@ def load_data(
     progress: bool = True,
     hashes: bool = True,
     begun: bool = False,
-    images: Literal["refused", "trained", "shown"] = "refused",
+    images: Literal["answered", "trained", "shown"] = "answered",
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     A chat template that writes the date writes that of the day on which the run that is resumed began. With
-    `begun`, the run is one that has, whatever train.resume says. `images`
-    is what is done with rows that have any.
+    `begun`, the run is one that has, whatever train.resume says. `images` is what is done with rows that have
+    any.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
@@ -285,17 +298,12 @@ def load_data(
     run = Path(config.output.dir) / config.output.name
     day = first_day(run if begun else continued_run(run, config.train.resume))
     limit = position_limit(architecture)
-    recipe = recipe_for(
-        architecture, tokenizer, config.model.name, config.model.revision, config.data.image_max_pixels
-    )
+    recipe = load_recipe(config, architecture, tokenizer)
     rows = prepare(
         config, tokenizer, model_limit=limit, recipe=recipe, progress=progress, hashes=hashes, day=day
     )
-    if images == "refused" and rows.recipe is not None:
-        raise ConfigError(
-            "the rows have images, which only training reads so far; use rows of text here (data.val_path, "
-            "data.test_path)"
-        )
+    if images == "answered" and rows.recipe is not None:
+        require_seeing(architecture)
     if images == "trained":
         require_supported(config, architecture, seen=rows.recipe is not None)
     largest = rows.stats["largest_token_id"]

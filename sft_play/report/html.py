@@ -62,6 +62,7 @@ class Sample:
 
     prompt: str
     texts: Sequence[tuple[str, str]]
+    images: Sequence[str] = ()  # data: URLs
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sft_play.report.closing import training_time, weights_step
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Text
 from sft_play.report.plots import histogram
-from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models, tree_of
+from sft_play.report.record import OTHER_FORM, RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.table import Table
 from sft_play.report.tables import (
@@ -39,6 +39,7 @@ from sft_play.units import capitalized, counted, format_bytes, format_count, for
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 TILES = ("loss,", "peak memory", "tokens/s", "training time", "steps")  # the key numbers that say most
+THUMBNAIL = "data:image/jpeg;base64,"  # begins each small copy of a picture
 Build = Callable[[RunRecord], Iterator[Block]]
 
 
@@ -75,8 +76,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The note, when, where and with what the run was started, and what to type next; what is known of it."""
     name = shlex.quote(run.name)
     ended = "trained" if run.summary.get("trained") and not run.activity else status_word(run)
-    answers = None if tree_of(run.data.get("train")).get("pictures") else "infer"  # rows with images: not yet
-    target = {"trained": answers, "done": answers, "interrupted": "resume"}.get(ended)
+    target = {"trained": "infer", "done": "infer", "interrupted": "resume"}.get(ended)
     machine = MISSING
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
@@ -350,4 +350,6 @@ def _answers(run: RunRecord) -> Iterator[Block]:
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
     texts = [(name + mark(key, record), record[key]) for key, name in names.items() if key in record]
-    return Sample(prompt, texts)
+    found = record.get("images")
+    images = [one for one in found if str(one).startswith(THUMBNAIL)] if isinstance(found, list) else []
+    return Sample(prompt, texts, images)

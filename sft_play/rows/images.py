@@ -129,5 +129,12 @@ def as_written(message: Message) -> Message:
 
 def _written(pictures: Iterable[Any]) -> Iterator[Any]:
     for one in pictures:
-        is_bytes = isinstance(one, bytes)
-        yield f"data:image;base64,{base64.b64encode(one).decode()}" if is_bytes else one
+        if isinstance(one, dict):  # a picture that was looked at
+            yield one["path"]
+        else:
+            yield data_url(one) if isinstance(one, bytes) else one
+
+
+def data_url(content: bytes, kind: str = "image") -> str:
+    """A data: URL of the bytes of a picture; `kind` is its media type."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -244,7 +244,8 @@ def show_answers(
 
     with SummaryWriter(str(run.tensorboard)) as writer:
         for number, sample in enumerate(samples, start=1):
-            texts = {f"{name}{mark(name, sample)}": sample[name] for name in sample if name != "right"}
+            said = {name: text for name, text in sample.items() if isinstance(text, str)}
+            texts = {f"{name}{mark(name, sample)}": text for name, text in said.items()}
             parts = [f"**{name}**\n\n{_literal(text)}" for name, text in texts.items()]
             writer.add_text(f"answers/{number}", "\n\n".join(parts), step)
         for when, at in (("before", 0), ("after", step)):

@@ -3,13 +3,13 @@
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sft_play.errors import DataError
 from sft_play.parts import IGNORED
-from sft_play.rows.images import MARK
+from sft_play.rows.images import MARK, Message
 from sft_play.vision.families import Recipe
 from sft_play.vision.types import Picture, pictures_of
 
@@ -17,11 +17,18 @@ Span = tuple[int, int]
 
 
 def pictures_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
-    """The pictures of messages, in order; DataError if they are references, whose files are not looked at."""
-    found = [one for message in messages if "images" in message for one in message["images"]]
-    if not all(isinstance(one, dict) for one in found):
-        raise DataError("images are read in rows for training alone; a prompt cannot have any yet")
-    return tuple(pictures_of(found))
+    """The pictures of messages, in order."""
+    return tuple(pictures_of(one for message in messages for one in message.get("images", ())))
+
+
+def rooted(messages: Sequence[Message], folder: Path) -> tuple[Message, ...]:
+    """Messages of rows that were prepared in `folder`, whose pictures are found from anywhere."""
+    return tuple(
+        {**each, "images": [{**one, "path": str(folder / one["path"])} for one in each["images"]]}
+        if "images" in each
+        else each
+        for each in messages
+    )
 
 
 def expanded(

@@ -1,11 +1,17 @@
-"""The pictures of prepared rows, for a person."""
+"""The pictures of rows, for a person."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
+from io import BytesIO
+from pathlib import Path, PurePath
 from typing import Any
 
+from sft_play.files import read_whole
+from sft_play.rows.images import data_url
+from sft_play.vision.decoding import MAX_BYTES, decoded
 from sft_play.vision.families import Recipe
-from sft_play.vision.types import pictures_of
+from sft_play.vision.types import Picture, pictures_of
+
+THUMBNAIL_PIXELS, THUMBNAIL_QUALITY = 128, 80  # of the longer side; of JPEG
 
 
 def picture_lines(cell: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -15,6 +21,14 @@ def picture_lines(cell: Iterable[Mapping[str, Any]]) -> list[str]:
         f"{one.fit.height}: {one.fit.tokens} tokens ({PurePath(one.path).name})"
         for number, one in enumerate(pictures_of(cell), 1)
     ]
+
+
+def thumbnail(picture: Picture) -> str:
+    """A small copy of a picture as a data: URL, a few KB; OSError or ValueError if it cannot be read."""
+    image, file = decoded(read_whole(Path(picture.path), MAX_BYTES)), BytesIO()
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    image.save(file, "JPEG", quality=THUMBNAIL_QUALITY)
+    return data_url(file.getvalue(), "image/jpeg")
 
 
 def each_once(

@@ -23,11 +23,8 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
             trained by another method than the rest, or without images.
     """
     vision, mode = config.tuning.vision, config.tuning.mode
-    if seen and Look.of(architecture) is None:
-        raise ConfigError(
-            f"model.name: rows with images of {architecture.model_type} would have to be padded, which is "
-            f"not supported yet; use one of {TRAINED}, or train on rows of text"
-        )
+    if seen:
+        require_seeing(architecture)
     if seen and (setting := _against_images(config)):
         raise ConfigError(f"{setting} is not supported yet for rows with images; leave it out")
     if vision == "frozen":
@@ -42,6 +39,22 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
             f"tuning.vision={vision} is a part of tuning.mode={' or '.join(MODES[vision])} (found "
             f"tuning.mode={mode}); set tuning.vision=frozen, or change one of them"
         )
+
+
+def why_unseen(architecture: "PretrainedConfig") -> str | None:
+    """Why rows and prompts for a model that sees cannot have images yet; None if they can."""
+    if Look.of(architecture) is not None:
+        return None
+    return (
+        f"rows with images of {architecture.model_type} would have to be padded, which is not supported yet; "
+        f"use one of {TRAINED}, or rows of text"
+    )
+
+
+def require_seeing(architecture: "PretrainedConfig") -> None:
+    """Raises a ConfigError if rows for a model cannot have images yet."""
+    if why := why_unseen(architecture):
+        raise ConfigError(f"model.name: {why}")
 
 
 def _against_images(config: RunConfig) -> str | None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_data
@@ -24,30 +24,11 @@ from sft_play.units import KIB
 from sft_play.vision.looks import Look
 from sft_play.vision.types import pictures_of
 from tests.jobs import losses, make_job
-from tests.pictures import config_of, save, save_folder, tokenizer_of
-from tests.vision_models import TREES, random_model
+from tests.pictures import save
+from tests.vision_models import model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-KINDS = {"smolvlm": "smolvlm", "qwen": "qwen3_vl"}
 ROWS, STEPS, RATE = 8, 3, 1e-3
-
-
-def model_folder(kind, folder):
-    """A small model that sees, with random weights, its tokenizer and the settings of its image processor."""
-    save_folder(kind, folder)
-    tokenizer, tree = tokenizer_of(kind), dict(TREES[KINDS[kind]])
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = tree["text_config"] | special | {"vocab_size": len(tokenizer)}
-    tree |= {"text_config": text, "image_token_id": config_of(kind, tokenizer).image_token_id}
-    if kind == "qwen":
-        ends = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
-        tree |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
-        tree["video_token_id"] = tokenizer.bos_token_id
-    else:
-        tree["vision_config"] = tree["vision_config"] | {"image_size": 64, "patch_size": 8}
-        tree["pad_token_id"] = tokenizer.pad_token_id
-    random_model(AutoConfig.for_model(KINDS[kind], **tree)).save_pretrained(folder)
-    return folder
 
 
 def image_rows(folder):

@@ -33,7 +33,7 @@ FLOORS = [
     ["planning.candidates.batch", "planning.candidates.drafts", "planning.candidates.tiles", "planning.search", "planning.speed.profile"],
     ["launch"],
     ["studio"],
-    ["engines.stored", "vision.batches", "vision.models"],
+    ["engines.stored", "vision.batches", "vision.models", "vision.prompts"],
     ["engines.shards", "engines.state", "engines.on_disk", "engines.whole", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.converted", "builtin.models", "builtin.wheel", "builtin.world"],
     ["builtin.replies"],
     ["builtin.demo", "export"],

@@ -313,6 +313,13 @@ def test_the_demo_says_which_words_it_does_not_know(finished, screen, tmp_path):
     assert "the demo was not trained on these words: Lena, wants, sofa. Expect" in screen.getvalue()
 
 
+def test_a_model_of_text_alone_is_shown_no_image(finished, screen):
+    chat(finished.config, finished.run, read=typed("/image a.png", "/quit"))
+    text = " ".join(screen.getvalue().split())
+    assert "not added: '" in text and "learns from text alone; models that learn from images" in text
+    assert "/image FILE" not in text
+
+
 def test_what_is_not_utf_8_is_not_sent(finished, screen):
     chat(finished.config, finished.run, read=typed("w1 \udcff", "/quit"))
     assert "not sent: this is not valid UTF-8" in screen.getvalue()

@@ -12,8 +12,8 @@ from sft_play.errors import StorageError
 from sft_play.plan import EARLIER
 from sft_play.report.html import Page, render, write_page
 from sft_play.report.record import read_run
-from sft_play.report.run_page import facts, run_page
-from sft_play.runlog import read_json
+from sft_play.report.run_page import THUMBNAIL, facts, run_page
+from sft_play.runlog import read_json, update_summary
 from tests.conftest import file_size_limit
 from tests.unit.report.written_run import ATTACK, SECTIONS, begin, finished, no_plots, train  # noqa: F401
 
@@ -83,13 +83,17 @@ def test_a_note_is_shown_as_it_was_written(tmp_path):
     assert "<dt>note</dt><dd>as before, &lt;script&gt;" in page
 
 
-def test_a_run_on_images_is_not_followed_by_answers(tmp_path):
+def test_the_pictures_of_examples_are_in_the_page_and_nothing_else_is_loaded(tmp_path):
     run = finished(tmp_path / "one")
-    assert ("next", "make infer RUN=one") in facts(read_run(run.path))
-    data = read_json(run.data)
-    data["train"]["pictures"] = 3
-    run.write_json(run.data, data)
-    assert "next" not in dict(facts(read_run(run.path)))
+    sample = {"prompt": "<image>what?", "reference": "a", "before": "b", "after": "c"}
+    images = [THUMBNAIL + "/9j4", "http://example.org/a.png", 'data:image/jpeg;base64,"><script>', 5]
+    update_summary(run, samples=[sample | {"images": images}, sample | {"images": "x"}])
+    page = render(run_page(read_run(run.path)))
+    assert re.findall("<img src=[^>]*>", page) == [
+        '<img src="data:image/jpeg;base64,/9j4" alt="image 1">',
+        '<img src="data:image/jpeg;base64,&#34;&gt;&lt;script&gt;" alt="image 2">',
+    ]
+    assert "img-src data:;" in page and "example.org" not in page
 
 
 def test_a_report_says_of_which_step_the_weights_are(tmp_path):
