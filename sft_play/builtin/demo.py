@@ -2,9 +2,11 @@
 
 - builtin:demo (data): letters to a shop and the orders in them; see builtin/world.py.
 - builtin:replies (data): such letters and the shop's replies to them; see builtin/replies.py.
+- builtin:shapes (data): pictures of shapes in colours; see builtin/shapes.py.
 - builtin:demo (model): a small Llama pretrained on the shop's diary.
 - builtin:tiny (model): random weights and a tokenizer trained on the training rows of the run, to try
   SFT-Play on any data without a network connection.
+- builtin:shapes (model): a small SmolVLM with random weights, to learn those pictures.
 - builtin:smollm2-135m (model): SmolLM2-135M-Instruct, downloaded once from a Python package index.
 
 The name of a cache folder is a hash of the code and inputs that generate it, so changed code generates a new
@@ -39,12 +41,13 @@ from sft_play.ui.progress import progress_bar, spinner
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
-DEMO, TINY, SMOLLM2 = "builtin:demo", "builtin:tiny", "builtin:smollm2-135m"
-MODELS, DATA = (DEMO, TINY, SMOLLM2), (DEMO, "builtin:replies")
+DEMO, SHAPES, TINY, SMOLLM2 = "builtin:demo", "builtin:shapes", "builtin:tiny", "builtin:smollm2-135m"
+MODELS, DATA = (DEMO, SHAPES, TINY, SMOLLM2), (DEMO, "builtin:replies", SHAPES)
 
 # Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
 SEED = 0
 ROWS = {"train": 2000, "val": 100, "test": 200}
+PICTURES = {"train": 4000, "val": 100, "test": 200}
 REPLIES = {"train": 600, "val": 8, "test": 12}  # few, as a real model takes long on a CPU
 TINY_CHARACTERS = 8_000_000  # text to train the tokenizer on; more takes longer and changes little
 
@@ -74,6 +77,8 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
             made[f"data.{split}_path"] = str(ROWS_OF[asked](split))
     if named.get("model.name") == DEMO:
         made["model.name"] = str(demo_model())
+    elif named.get("model.name") == SHAPES:
+        made["model.name"] = str(shapes_model())
     elif named.get("model.name") == TINY:
         inputs = [given for given in data_inputs(config.data) if given.split == "train"]
         here = [replace(given, path=made.get("data.train_path", given.path)) for given in inputs]
@@ -124,7 +129,20 @@ def reply_rows(split: str) -> Path:
     return _row_files("replies-data", REPLIES, replies.reply) / f"{split}.jsonl"
 
 
-ROWS_OF = {DEMO: demo_rows, "builtin:replies": reply_rows}
+def shape_rows(split: str) -> Path:
+    """The JSONL file of the train, val or test split of pictures of shapes, which are beside it."""
+
+    def make(folder: Path) -> dict[str, Mapping[str, int]]:
+        from sft_play.builtin import shapes
+
+        with spinner("drawing shapes (first use only)"):
+            shapes.write_rows(folder, PICTURES, SEED)
+        return {"rows": PICTURES}
+
+    return _build_once(_folder("shapes-data"), make) / f"{split}.jsonl"
+
+
+ROWS_OF = {DEMO: demo_rows, "builtin:replies": reply_rows, SHAPES: shape_rows}
 
 
 def _row_files(name: str, counts: dict[str, int], answered: Callable[[Mapping[str, str]], str]) -> Path:
@@ -159,6 +177,17 @@ def demo_model() -> Path:
         return facts
 
     return _build_once(_folder("demo-model"), make)
+
+
+def shapes_model() -> Path:
+    """The folder of a small model that sees, with random weights."""
+
+    def make(folder: Path) -> dict[str, int]:
+        from sft_play.builtin import models, shapes
+
+        return models.make_shapes_model(folder, shapes.texts(), seed=SEED)
+
+    return _build_once(_folder("shapes-model"), make)
 
 
 def tiny_model(inputs: Sequence[DataInput]) -> Path:

@@ -1,19 +1,24 @@
-"""Models small enough to create on first use: one pretrained on the shop's diary, one with random weights.
+"""Models small enough to create on first use: one pretrained on the shop's diary, two with random weights.
 
-Both are ordinary model folders: a Llama in safetensors with config.json and generation_config.json, and a
-byte-level BPE tokenizer with a chat template. No other code treats them specially.
+All are ordinary model folders: a Llama, or a SmolVLM, in safetensors with config.json and
+generation_config.json, and a byte-level BPE tokenizer with a chat template. No other code treats them
+specially.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMConfig
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMForConditionalGeneration
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unk|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -26,8 +31,17 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-DEMO_VOCABULARY, TINY_VOCABULARY = 1024, 4096
-DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+DEMO_VOCABULARY, SHAPES_VOCABULARY, TINY_VOCABULARY = 1024, 320, 4096
+DEMO_POSITIONS, SHAPES_POSITIONS, TINY_POSITIONS = 512, 256, 2048
+TILE = 32  # the side of a picture as the model of shapes sees it, in pixels
 
 # Tuned by experiment (docs/decisions/0025-the-demo.md): after about 250 steps, the model copies all six
 # fields of an order with any seed.
@@ -36,13 +50,18 @@ DEMO_LEARNING_RATE, DEMO_MATRIX_LEARNING_RATE = 5e-3, 2e-2
 DEMO_THREADS = 1  # a second thread gains little for such small matrices, and is slower on a busy machine
 
 
-def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; it has no unknown tokens and is lossless."""
+def byte_level_tokenizer(
+    texts: Iterable[str], vocabulary: int, positions: int, more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; it has no unknown tokens and is lossless.
+
+    `more` are special tokens beside the usual ones.
+    """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [PAD, UNKNOWN, END, *ROLES]
+    special = [PAD, UNKNOWN, END, *ROLES, *more]
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
@@ -54,7 +73,7 @@ def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) 
         pad_token=PAD,
         unk_token=UNKNOWN,
         eos_token=END,
-        additional_special_tokens=list(ROLES),
+        additional_special_tokens=[*ROLES, *more],
         chat_template=CHAT_TEMPLATE,
         model_max_length=positions,
         clean_up_tokenization_spaces=False,
@@ -177,6 +196,36 @@ def make_demo_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {"parameters": model.num_parameters(), "loss": loss, "seconds": time.perf_counter() - began}
+
+
+def make_shapes_model(folder: Path, texts: Iterable[str], *, seed: int) -> dict[str, int]:
+    """Saves a SmolVLM of random weights, which sees a picture as 16 patches, 4 tokens; returns its size."""
+    tokenizer = byte_level_tokenizer(texts, SHAPES_VOCABULARY, SHAPES_POSITIONS, IMAGE_TOKENS)
+    tokenizer.chat_template = IMAGE_TEMPLATE
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    text = dict(
+        **sizes, model_type="llama", num_hidden_layers=3, num_key_value_heads=4, vocab_size=len(tokenizer),
+        max_position_embeddings=SHAPES_POSITIONS, initializer_range=0.08, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    vision = dict(**sizes, num_hidden_layers=1, image_size=TILE, patch_size=TILE // 4, initializer_range=0.08)
+    config = SmolVLMConfig(
+        text_config=text,
+        vision_config=vision,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SmolVLMForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    longest = {"longest_edge": TILE}
+    processor = SmolVLMImageProcessorPil(do_image_splitting=False, size=longest, max_image_size=longest)
+    processor.save_pretrained(folder)
+    return {"parameters": model.num_parameters()}
 
 
 def make_tiny_model(folder: Path, texts: Iterable[str], *, seed: int) -> dict[str, int]:

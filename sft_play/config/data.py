@@ -35,9 +35,9 @@ class DataConfig(Section):
 
     train_path: PathText | None = Field(default=None, min_length=1)
     """JSONL, JSON, Parquet, Arrow or CSV file, a folder of such files, a Hub dataset, or built-in rows:
-    "builtin:demo" or "builtin:replies". Raw text (data.task) may also be .txt and .md files. Either this or
-    sources is required. From a folder or dataset with splits, the training split is read; folder::split and
-    org/name:config:split select another."""
+    "builtin:demo", "builtin:replies" or "builtin:shapes". Raw text (data.task) may also be .txt and .md
+    files. Either this or sources is required. From a folder or dataset with splits, the training split is
+    read; folder::split and org/name:config:split select another."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources of training rows in place of train_path."""
     task: Literal["sft", "cpt", "mixed"] = "sft"

@@ -14,6 +14,8 @@ BUILTINS = {
     "demo-model": "builtin:demo",
     "tiny": "builtin:tiny",
     "replies-data": "builtin:replies",
+    "shapes-data": "builtin:shapes",
+    "shapes-model": "builtin:shapes",
     "smollm2-135m": "builtin:smollm2-135m",
 }
 BUILTIN_FOLDER = re.compile(rf"/builtin/({'|'.join(BUILTINS)})-[0-9a-f]{{24}}(?:/|$)")

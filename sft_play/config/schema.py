@@ -57,8 +57,8 @@ class ModelConfig(Section):
 
     name: PathText = Field(min_length=1)
     """Hub name ("Qwen/Qwen3-0.6B"), a local folder, or a small built-in model: "builtin:demo",
-    "builtin:tiny" (random weights), or "builtin:smollm2-135m" (SmolLM2-135M-Instruct, downloaded once from a
-    Python package index, 93 MB)."""
+    "builtin:tiny" or "builtin:shapes" (random weights; the latter sees), or "builtin:smollm2-135m"
+    (SmolLM2-135M-Instruct, downloaded once from a Python package index, 93 MB)."""
     max_seq_len: AutoOrCount = "auto"
     """Maximum length of a row in tokens. auto: the longest row of the data, at most what the model
     supports."""

@@ -143,8 +143,7 @@ def prepare(
     key = _cache_key(config, tokenizer, max_tokens, dated, inputs, fingerprints, galleries)
 
     def make(folder: Path) -> dict[str, object]:
-        started = time.perf_counter()
-        tasks, parts = [], []
+        started, tasks, parts = time.perf_counter(), [], []
         for (given, source), gallery in zip(opened, galleries, strict=True):
             with _own_rows(given):
                 tasks.append(_task(config, given, source, chat, origin, replace(gallery, kept=folder)))
@@ -153,8 +152,7 @@ def prepare(
             bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
             with bar if progress else nullcontext(lambda rows: None) as advance, _own_rows(given):
                 parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
-        if config.data.bad_rows == "refuse":
-            _require_valid(parts, folder)
+        _require_valid(config, parts, folder)
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
@@ -352,10 +350,10 @@ def _encode(
     )
 
 
-def _require_valid(parts: Sequence[Part], folder: Path) -> None:
-    """Raises one DataError for the rows of all paths that are not valid."""
+def _require_valid(config: RunConfig, parts: Sequence[Part], folder: Path) -> None:
+    """Raises one DataError for the rows of all paths that are not valid, unless they are to be left out."""
     found = [part for part in parts if part.counts.dropped[bad_rows.DROPPED]]
-    if found:
+    if found and config.data.bad_rows == "refuse":
         what = ", ".join(part.given.key for part in found)
         bad = sum(part.counts.dropped[bad_rows.DROPPED] for part in found)
         with _own_rows(min((part.given for part in found), key=lambda given: bool(given.alone))):

@@ -23,6 +23,18 @@ def test_the_demo_takes_exact_match_on_held_out_rows_from_under_5_to_over_90_per
     assert done.err == ""
 
 
+@pytest.mark.slow
+def test_the_demo_with_images_takes_exact_match_to_over_90_percent(tmp_path):
+    done = sft("train", "--config", REPOSITORY / "configs" / "demo_vision.yaml", f"output.dir={tmp_path}")
+    assert done.code == 0, done.err
+    run = RunDir(tmp_path / "demo_vision")
+    summary = read_json(run.summary)
+    assert summary["eval"]["before"]["exact_match"] < 0.1 and summary["eval"]["after"]["exact_match"] > 0.9
+    assert summary["eval"]["after"]["answered_rows"] == 200 and summary["eval"]["after"]["split"] == "test"
+    page = run.path.joinpath("report.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == len(summary["samples"])
+
+
 @pytest.mark.slow  # test_notebook.py trains a random model, and tests/unit/config/test_load.py reads the config
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not in {GSM8K}")
 def test_gsm8k_trains_on_the_random_model(tmp_path):

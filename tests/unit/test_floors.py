@@ -34,7 +34,7 @@ FLOORS = [
     ["launch"],
     ["studio"],
     ["engines.stored", "vision.batches", "vision.models", "vision.prompts"],
-    ["engines.shards", "engines.state", "engines.on_disk", "engines.whole", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.converted", "builtin.models", "builtin.wheel", "builtin.world"],
+    ["engines.shards", "engines.state", "engines.on_disk", "engines.whole", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.converted", "builtin.models", "builtin.shapes", "builtin.wheel", "builtin.world"],
     ["builtin.replies"],
     ["builtin.demo", "export"],
     ["sizing"],

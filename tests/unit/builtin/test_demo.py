@@ -69,11 +69,11 @@ def test_what_a_run_was_made_of_is_made_again_when_the_cache_was_cleared():
     [
         (
             resolved("builtin:demon"),
-            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:tiny, builtin:smollm2-135m",
+            "model.name: unknown built-in builtin:demon; allowed: builtin:demo, builtin:shapes, builtin:tiny, ",
         ),
         (
             resolved(val_path="builtin:tiny"),
-            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo, builtin:replies",
+            "data.val_path: unknown built-in builtin:tiny; allowed: builtin:demo, builtin:replies, builtin:shapes",
         ),
     ],
 )

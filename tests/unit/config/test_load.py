@@ -348,8 +348,8 @@ RUN_CONFIGS = [path for path in CONFIGS if path.name not in CATALOGUES]
 
 def test_all_shipped_configs_are_found():
     assert {path.stem for path in RUN_CONFIGS} == {
-        "demo", "gsm8k", "run_lora", "run_qlora", "run_full", "run_distributed", "run_gemma27b_distributed",
-        "run_llama70b_qlora", "smollm2", "starter",
+        "demo", "demo_vision", "gsm8k", "run_lora", "run_qlora", "run_full", "run_distributed",
+        "run_gemma27b_distributed", "run_llama70b_qlora", "smollm2", "starter",
     }  # fmt: skip
 
 
