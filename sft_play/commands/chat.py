@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sft_play.commands.answers import tools_note
@@ -13,6 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.sources import Source
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import DataError
+from sft_play.files import own_folder
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import chat_of, generate, load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import position_limit
@@ -217,18 +217,18 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     Raises CheckpointError if the run has no complete weights.
     """
     weights = finished_weights(config, run)
-    with TemporaryDirectory() as kept:
-        with quiet_libraries(run.log):
-            tokenizer = load_chat_tokenizer(config)
-            gallery = gallery_of_prompts(config, tokenizer, Source("the chat", ()), Path(kept))
-            with spinner(LOADING):
-                model = load_for_inference(config, weights)
-        # whoever types a path may read the file
-        gallery = replace(gallery, allowed=Path("/"), base=gallery.base or Path())
-        state = Dialogue(config.data.system_prompt, gallery=gallery)
-        console().print(f"{run.path.name} on {model.device}", style="bold")
-        console().print(HELP, style="dim")
-        _converse(config, run, model, tokenizer, state, read)
+    kept = own_folder("sft-play-pictures-")
+    with quiet_libraries(run.log):
+        tokenizer = load_chat_tokenizer(config)
+        gallery = gallery_of_prompts(config, tokenizer, Source("the chat", ()), kept)
+        with spinner(LOADING):
+            model = load_for_inference(config, weights)
+    # whoever types a path may read the file
+    gallery = replace(gallery, allowed=Path("/"), base=gallery.base or Path())
+    state = Dialogue(config.data.system_prompt, gallery=gallery)
+    console().print(f"{run.path.name} on {model.device}", style="bold")
+    console().print(HELP, style="dim")
+    _converse(config, run, model, tokenizer, state, read)
 
 
 def _converse(

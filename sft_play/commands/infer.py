@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sft_play.builtin.demo import unknown_words
@@ -15,7 +14,7 @@ from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source
 from sft_play.data.tokens import prompt_ids
 from sft_play.errors import ConfigError, DataError, StorageError
-from sft_play.files import write_atomic
+from sft_play.files import own_folder, write_atomic
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import Answer, answer_batches, chat_of, load_chat_tokenizer
 from sft_play.model.load import load_model_config, load_recipe
@@ -240,20 +239,20 @@ def _answers(
     """Yields the index of each prompt of a file and its answer, as they are generated."""
     tokenizer = load_chat_tokenizer(config)
     file = prompts[0][0].file
-    with TemporaryDirectory() as kept:
-        gallery = gallery_of_prompts(config, tokenizer, Source(file, (Path(file),)), Path(kept))
-        chat = chat_of(config, tokenizer, gallery.recipe)
-        asked = [gallery.located(conversation, file) for _, conversation in prompts]
-        ids = [prompt_ids(chat, conversation) for conversation in asked]
-        pictures = Pictures(chat.recipe, [pictures_in(each.messages) for each in asked], gallery.kept)
-        with spinner(LOADING):
-            model = load_for_inference(config, weights)
-        rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens
-        how: dict[str, Any] = dict(max_new_tokens=most, batch_size=rows, pictures=pictures)
-        batches = answer_batches(model, tokenizer, ids, **how)
-        with progress_bar("answering", len(ids)) as report:
-            for indices, answers in batches:
-                yield from zip(indices, answers, strict=True)
-                report(len(indices))
+    kept = own_folder("sft-play-pictures-")
+    gallery = gallery_of_prompts(config, tokenizer, Source(file, (Path(file),)), kept)
+    chat = chat_of(config, tokenizer, gallery.recipe)
+    asked = [gallery.located(conversation, file) for _, conversation in prompts]
+    ids = [prompt_ids(chat, conversation) for conversation in asked]
+    pictures = Pictures(chat.recipe, [pictures_in(each.messages) for each in asked], gallery.kept)
+    with spinner(LOADING):
+        model = load_for_inference(config, weights)
+    rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens
+    how: dict[str, Any] = dict(max_new_tokens=most, batch_size=rows, pictures=pictures)
+    batches = answer_batches(model, tokenizer, ids, **how)
+    with progress_bar("answering", len(ids)) as report:
+        for indices, answers in batches:
+            yield from zip(indices, answers, strict=True)
+            report(len(indices))
     del model, batches
     release_memory()
