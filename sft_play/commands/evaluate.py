@@ -85,13 +85,14 @@ def answer_questions(
 
     `description` is that of the progress bar.
     """
+    seen = [question.pictures for question in asked]
     return generate_answers(
         model,
         tokenizer,
         [question.ids for question in asked],
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.rows_answered_together,
-        pictures=Pictures(data.recipe, [question.pictures for question in asked]),
+        pictures=Pictures(data.recipe, seen),
         description=description,
     )
 

@@ -194,7 +194,7 @@ def _described(
         p95=asked.lengths.p95,
         longest=facts.longest_row,
         longer=longer,
-        overlong="drop" if picture else config.data.overlong,
+        overlong=asked.overlong(config),
     )
     if picture is None:
         return facts, [lengths]

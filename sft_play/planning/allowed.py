@@ -77,7 +77,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         padding_free=not padded,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
-    drafts = trained_on_images(drafts) if facts.pictures.exist else drafts
+    if facts.pictures.exist:
+        drafts = trained_on_images(drafts)
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]

@@ -154,8 +154,9 @@ class DescribedLengths(Reason, kw_only=True):
     overlong: str  # what becomes of these: data.overlong
 
     def __str__(self) -> str:
-        spread = f"half of them up to {self.median:,} tokens and 95% up to {self.p95:,} (lognormal)"
-        lengths = f"of {self.median:,} tokens" if self.median == self.p95 else spread
+        lengths = f"half of them up to {self.median:,} tokens and 95% up to {self.p95:,} (lognormal)"
+        if self.median == self.p95:
+            lengths = f"of {self.median:,} tokens"
         found = (
             f"planned without data: {self.rows:,} rows assumed, {lengths}, the longest {self.longest:,}, "
             "with loss on every token"

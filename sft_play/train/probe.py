@@ -117,10 +117,11 @@ def expected_phases(plan: Plan, sizes: Sequence[int]) -> dict[str, int]:
 
 def batch_sizes(session: Session, rows: Dataset) -> list[int]:
     """The bytes that this process holds of each micro-batch."""
-    batches = (session.trainer.data_collator([row]) for row in rows)
-    return [
-        sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor)) for batch in batches
-    ]
+    found = []
+    for row in rows:
+        batch = session.trainer.data_collator([row])
+        found.append(sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor)))
+    return found
 
 
 def fits_alone(session: Session, rows: Dataset) -> bool:

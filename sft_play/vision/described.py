@@ -31,14 +31,17 @@ class DescribedPicture:
 
 def size_asked(text: str) -> tuple[int, int] | None:
     """Height and width, in pixels, of "1024x768", which has the width first; None if it is no such size."""
-    found = SIZE.fullmatch(text.strip())
-    return (int(found[2]), int(found[1])) if found else None
+    if (found := SIZE.fullmatch(text.strip())) is None:
+        return None
+    return int(found[2]), int(found[1])
 
 
 def processor_settings(name: str) -> str:
     """Those of the image processor in a model's folder, as JSON; "" for a model of the Hub."""
     file = Path(name) / "preprocessor_config.json"
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    return file.read_text(encoding="utf-8")
 
 
 def described_picture(

@@ -23,12 +23,13 @@ def pictures_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
 
 def rooted(messages: Sequence[Message], folder: Path) -> tuple[Message, ...]:
     """Messages of rows that were prepared in `folder`, whose pictures are found from anywhere."""
-    return tuple(
-        {**each, "images": [{**one, "path": str(folder / one["path"])} for one in each["images"]]}
-        if "images" in each
-        else each
-        for each in messages
-    )
+    found = []
+    for message in messages:
+        if "images" in message:
+            images = [{**one, "path": str(folder / one["path"])} for one in message["images"]]
+            message = {**message, "images": images}
+        found.append(message)
+    return tuple(found)
 
 
 def expanded(

@@ -40,6 +40,10 @@ class DescribedRows:
     images: int = 0  # of each row
     size: tuple[int, int] = (0, 0)  # height and width of these, in pixels
 
+    def overlong(self, config: RunConfig) -> str:
+        """What becomes of rows above the limit; those with images are left out."""
+        return "drop" if self.images else config.data.overlong
+
 
 def _example() -> str:
     drawn = var(ROWS=5000, LENGTHS="lognormal:1500:6000")
@@ -125,7 +129,7 @@ def described_facts(
                 f"{longer:,} of {asked.rows:,} rows are longer than {limit:,} tokens, which "
                 "data.overlong=error refuses; set model.max_seq_len, or data.overlong to drop or truncate"
             )
-        lengths = _fitted(lengths, limit, "drop" if picture else config.data.overlong)
+        lengths = _fitted(lengths, limit, asked.overlong(config))
     if not len(lengths):
         raise ConfigError(
             f"all {asked.rows:,} rows are longer than {limit:,} tokens; set model.max_seq_len or "
