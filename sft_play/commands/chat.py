@@ -69,6 +69,10 @@ class Dialogue:
         message: Message = {"role": "user", "content": MARK * len(images) + text}
         return {**message, "images": images} if images else message
 
+    def take_back(self) -> None:
+        """Removes the last message, which was not sent; its images are again those of the next one."""
+        self.images = self.turns.pop().get("images", [])
+
 
 def run_chat_command(chat: Dialogue, line: str) -> str | None:
     """Executes a chat command; returns the reply, or None to end the chat."""
@@ -187,12 +191,12 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
         ids, room, dropped = fit_history(chat, render, limit, most)
     except DataError as error:
         say(f"not sent: {error}", style="yellow")
-        chat.turns.pop()
+        chat.take_back()
         return
     if room < min(MIN_ANSWER_TOKENS, most):
         text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
         say(text, style="yellow")
-        chat.turns.pop()
+        chat.take_back()
         return
     if dropped:
         say(

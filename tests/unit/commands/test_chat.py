@@ -71,3 +71,14 @@ def test_a_question_is_forgotten_with_its_calls_and_their_results():
     ids, room, dropped = fit_history(state, render, limit=100, max_new_tokens=50)
     assert (len(ids), room, dropped) == (20, 50, 4)
     assert [turn["role"] for turn in state.turns] == ["user"]
+
+
+def test_a_message_that_was_not_sent_leaves_its_images_to_the_next_one():
+    chat = Dialogue(images=["1.png"])
+    chat.turns += [chat.question("what is it?")]
+    assert chat.images == [] and chat.turns[0]["images"] == ["1.png"]
+    chat.take_back()
+    assert chat.turns == [] and chat.question("and now?")["images"] == ["1.png"]
+    chat.turns += [chat.question("no image")]
+    chat.take_back()
+    assert "images" not in chat.question("still none")
