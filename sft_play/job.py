@@ -99,7 +99,7 @@ def prepare_job(
     hashes = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
     with part("data"):
-        loaded = load_data(config, progress=progress, hashes=hashes, images="trained")
+        loaded = load_data(config, progress=progress, hashes=hashes, trained=True)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
     machine = detect()
     if ranks.plan_file:

@@ -11,14 +11,23 @@ import numpy as np
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Gemma3Config, Idefics3Config, PreTrainedTokenizerFast, Qwen3VLConfig, SmolVLMConfig
+from transformers import (
+    Gemma3Config,
+    Idefics3Config,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 from sft_play.vision.described import published_settings
 from sft_play.vision.recipes import KINDS, recipe_with
 
+PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 CONFIGS = {
-    "qwen": Qwen3VLConfig(vision_config=dict(patch_size=4, spatial_merge_size=2, temporal_patch_size=2)),
+    "qwen": Qwen3VLConfig(vision_config=PATCHES),
+    "qwen35": Qwen3_5Config(vision_config=PATCHES),
     "smolvlm": SmolVLMConfig(vision_config=dict(image_size=64, patch_size=8), scale_factor=2),
     "idefics3": Idefics3Config(vision_config=dict(image_size=64, patch_size=8), scale_factor=2),
     "gemma": Gemma3Config(vision_config=dict(image_size=64, patch_size=8), mm_tokens_per_image=16),
@@ -76,8 +85,10 @@ GEMMA = """{{ bos_token }}
 TILES = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
 TILES += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 GEMMAS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+QWENS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"]
 WORDS = {
-    "qwen": (QWEN, ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"], {}),
+    "qwen": (QWEN, QWENS, {}),
+    "qwen35": (QWEN, QWENS, {}),
     "smolvlm": (DEFAULT_CHAT_TEMPLATE, TILES, {}),
     "idefics3": (DEFAULT_CHAT_TEMPLATE, TILES, {}),
     "gemma": (GEMMA, [*GEMMAS.values(), "<start_of_turn>", "<end_of_turn>"], GEMMAS),
@@ -104,25 +115,17 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def published_recipe_settings(config) -> dict:
-    """Of the image processors that such models are published with."""
-    if config.model_type == "gemma3":
-        side = config.vision_config.image_size
-        return {"size": {"height": side, "width": side}}
-    return dict(published_settings(config))
-
-
 def published_recipe(config, max_pixels: int | None = None):
     """How such a model takes pictures, with the image processor that it is published with."""
     kind = KINDS[config.model_type]
-    processor = getattr(transformers, kind.processor)(**published_recipe_settings(config))
+    processor = getattr(transformers, kind.processor)(**published_settings(config))
     return recipe_with(kind, config, processor, max_pixels)
 
 
 def recipe_of(kind: str, tokenizer: PreTrainedTokenizerFast | None = None, max_pixels: int | None = None):
     """How such a model takes pictures, with the tokens of its small tokenizer; Qwen's as small as they are."""
     config = config_of(kind, tokenizer or tokenizer_of(kind))
-    if kind != "qwen":
+    if not kind.startswith("qwen"):
         return published_recipe(config, max_pixels)
     recipe = published_recipe(config)
     size = {"shortest_edge": 32**2, "longest_edge": max_pixels or 512**2}
@@ -133,7 +136,9 @@ def recipe_of(kind: str, tokenizer: PreTrainedTokenizerFast | None = None, max_p
 
 def config_of(kind: str, tokenizer: PreTrainedTokenizerFast):
     """The small config, whose image token is that of the tokenizer."""
-    token = {"qwen": "<|image_pad|>", "gemma": "<image_soft_token>"}.get(kind, "<image>")
+    token = {"qwen": "<|image_pad|>", "qwen35": "<|image_pad|>", "gemma": "<image_soft_token>"}.get(
+        kind, "<image>"
+    )
     config = type(CONFIGS[kind]).from_dict(CONFIGS[kind].to_dict())
     config.image_token_id = tokenizer.convert_tokens_to_ids(token)
     return config

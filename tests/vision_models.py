@@ -20,7 +20,12 @@ from sft_play.vision.types import PICTURES, Fit, Picture
 from tests import pictures
 from tests.conftest import VOCABULARY
 
-MODEL_TYPES = {"smolvlm": "smolvlm", "qwen": "qwen3_vl"}  # by the names of tests/pictures.py
+MODEL_TYPES = {
+    "smolvlm": "smolvlm",
+    "qwen": "qwen3_vl",
+    "qwen35": "qwen3_5",
+    "gemma": "gemma3",
+}  # by the names of tests/pictures.py
 IMAGE, VIDEO, START, END = VOCABULARY - 4, VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -56,7 +61,7 @@ TREES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "text_config": TEXT | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        "vision_config": SIGLIP,
+        "vision_config": SIGLIP | {"vision_use_head": False},
         "mm_tokens_per_image": 16, "image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END,
     },
     "smolvlm": {
@@ -107,7 +112,10 @@ def model_folder(kind: str, folder: Path) -> Path:
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = tree["text_config"] | special | {"vocab_size": len(tokenizer)}
     tree |= {"text_config": text, "image_token_id": pictures.config_of(kind, tokenizer).image_token_id}
-    if kind == "qwen":
+    if kind == "gemma":
+        tree["image_token_index"] = tree.pop("image_token_id")
+        tree["tie_word_embeddings"] = False  # with random weights, it would only repeat the last token
+    if kind.startswith("qwen"):
         ends = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
         tree |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
         tree["video_token_id"] = tokenizer.bos_token_id
@@ -120,11 +128,11 @@ def model_folder(kind: str, folder: Path) -> Path:
 
 def picture(kind: str, rng: random.Random, path: str) -> dict[str, Any]:
     """A picture of a row, as the column `pictures` has it, of a size that no file needs to have."""
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_5"):
         rows, columns = 2 * rng.randrange(1, 6), 2 * rng.randrange(1, 6)
         fit = Fit(4 * rows, 4 * columns, rows, columns, rows * columns, rows * columns // 4)
     else:
-        tiles = rng.randint(1, 3)
+        tiles = 1 if kind == "gemma3" else rng.randint(1, 3)
         fit = Fit(32, 32 * tiles, int(tiles > 1), tiles - (tiles == 1), tiles, 16 * tiles)
     return {"path": path, "size": 0, "height": fit.height, "width": fit.width, "fit": asdict(fit)}
 
@@ -139,7 +147,7 @@ def picture_rows(kind: str, count: int, seed: int, images: Sequence[int] | None 
             one = picture(kind, rng, f"{seed} {number} {len(pictures)}")
             pictures.append(one)
             seen = [IMAGE] * one["fit"]["tokens"]
-            ids += [START, *seen, END] if kind == "qwen3_vl" else [*seen, rng.randrange(3, IMAGE)]
+            ids += [START, *seen, END] if kind != "smolvlm" else [*seen, rng.randrange(3, IMAGE)]
         answer = [rng.randrange(3, IMAGE) for _ in range(rng.randrange(2, 12))]
         labels = [-100] * len(ids) + answer
         rows.append(

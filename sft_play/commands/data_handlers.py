@@ -35,7 +35,7 @@ def prepare(args: Arguments, show: int) -> int:
     announce(args, what, reads_rows=True)
     with importing():
         from sft_play.model.load import load_data
-    loaded = load_data(loaded_config(args), progress=not args.json, images="shown")
+    loaded = load_data(loaded_config(args), progress=not args.json)
     if not args.json:
         console().print(table(loaded.rows))
         if show:

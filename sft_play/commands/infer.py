@@ -30,10 +30,8 @@ from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
 from sft_play.vision.expansion import pictures_in
-from sft_play.vision.families import Recipe
 from sft_play.vision.gallery import Gallery
 from sft_play.vision.prompts import Pictures
-from sft_play.vision.support import why_unseen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,10 +50,7 @@ def gallery_of_prompts(
     Raises:
         ConfigError: as in `load_recipe`.
     """
-    architecture = load_model_config(config.model)
-    recipe = load_recipe(config, architecture, tokenizer)
-    if isinstance(recipe, Recipe):
-        recipe = why_unseen(architecture) or recipe
+    recipe = load_recipe(config, load_model_config(config.model), tokenizer)
     return replace(gallery_of(config, source, recipe), kept=kept)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
@@ -33,7 +33,7 @@ from sft_play.units import SHORT_NAMES
 from sft_play.upstream.huggingface_hub import limit_network
 from sft_play.vision.families import Recipe
 from sft_play.vision.recipes import recipe_for
-from sft_play.vision.support import require_seeing, require_supported
+from sft_play.vision.support import require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -278,13 +278,13 @@ def load_data(
     progress: bool = True,
     hashes: bool = True,
     begun: bool = False,
-    images: Literal["answered", "trained", "shown"] = "answered",
+    trained: bool = False,
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     A chat template that writes the date writes that of the day on which the run that is resumed began. With
-    `begun`, the run is one that has, whatever train.resume says. `images` is what is done with rows that have
-    any.
+    `begun`, the run is one that has, whatever train.resume says. If rows are to be `trained`, settings that
+    do not go together with their images are an error.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or the model has no row for a token of the
@@ -302,9 +302,7 @@ def load_data(
     rows = prepare(
         config, tokenizer, model_limit=limit, recipe=recipe, progress=progress, hashes=hashes, day=day
     )
-    if images == "answered" and rows.recipe is not None:
-        require_seeing(architecture)
-    if images == "trained":
+    if trained:
         require_supported(config, architecture, seen=rows.recipe is not None)
     largest = rows.stats["largest_token_id"]
     if largest >= known:

@@ -1,12 +1,13 @@
 """A run that is ready to start: model, rows, and the trainer with its arguments and callbacks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
@@ -189,9 +190,10 @@ def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> 
 def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Collator:
     """With images, and `always`, each micro-batch has one."""
     pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, Look.of(job.architecture)
-    if not job.plan.rows.joined:
-        return padded_micro_batches(batches.rows, pad_id)
-    joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
+    collator_of: Callable[[Dataset], Collator] = partial(padded_micro_batches, pad_id=pad_id)
+    if job.plan.rows.joined:
+        boundaries = ATTENTIONS[job.plan.attention].boundaries
+        collator_of = partial(joined_micro_batches, boundaries=boundaries)
     if recipe and look:
         ahead = PicturesAhead(
             partial(pixels, recipe=recipe, folder=job.data.cache_path),
@@ -200,9 +202,9 @@ def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Colla
             ranks=job.plan.sharing.data_ranks,
             threads=max(1, usable_cores() // job.ranks.local_world_size),
         )
-        return with_pictures(joined, batches.rows, look, ahead, always=always)
-    part = part_of_group(*_division(job))
-    return divided_micro_batches(joined, part, pad_id) if part else joined
+        return with_pictures(collator_of, batches.rows, look, ahead, always=always)
+    part, collator = part_of_group(*_division(job)), collator_of(batches.rows)
+    return divided_micro_batches(collator, part, pad_id) if part else collator
 
 
 def _division(job: Job) -> tuple[int, float]:

@@ -1,6 +1,7 @@
 """The tensors of a micro-batch beside its text: pixels, what a tower makes of sizes, positions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,74 +17,74 @@ if TYPE_CHECKING:
 
 
 def with_pictures(
-    collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+    collator_of: Callable[["Dataset"], Callable[[Sequence[dict[str, Any]]], dict[str, Any]]],
     rows: "Dataset",
     look: Look,
     decode: Callable[[Sequence[Picture], int], Sequence[np.ndarray]],
     *,
     always: bool = False,
 ) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
-    """A collator of joined micro-batches of `rows` that adds their pictures.
+    """A collator of micro-batches of `rows`, joined or padded, that adds their pictures.
 
     `decode` gives the pixels of each, [units, ...], for the micro-batch at a place of a run; they are joined
-    one row after the other. Positions are of each row by itself.
-    With `always`, a micro-batch without any gets one that nothing learns from (`with_smallest`).
+    one row after the other. Positions are of each row by itself. With `always`, a micro-batch without any
+    gets one more row, which is the smallest picture and has no labels. So what sees is used in every one, and
+    its gradients are zero, not missing: ranks would wait for each other forever, and AdamW moves a weight
+    whose gradient is zero but leaves one that has none.
     """
-    table = rows.select_columns(["length", "pictures"]).with_format("arrow")
+    smallest = len(rows)
+    rows = _with_smallest(rows, look) if always else rows
+    collate, table = collator_of(rows), rows.select_columns(["length", "pictures"]).with_format("arrow")
 
     def collated(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        batch, taken = collate(batches), table[batches[0]["rows"]]
-        of_rows = [pictures_of(cell) for cell in taken["pictures"].to_pylist()]
-        pictures = [picture for row in of_rows for picture in row]
-        if not pictures:
-            return with_smallest(batch, look) if always else batch
-        fits = _fits(pictures)
-        ids = batch["input_ids"][0].numpy()
-        ends = np.cumsum(taken["length"].to_numpy())[:-1]
-        own = zip(np.split(ids, ends), of_rows, strict=True)
-        places = [positions(look, row, _fits(seen)) for row, seen in own]
-        joined = np.concatenate(places, axis=1)
-        return batch | {
-            "position_ids": _position_ids(joined),
-            "pixel_values": torch.from_numpy(np.concatenate(decode(pictures, batches[0]["place"]))),
-            **tower_inputs(look, fits),
-        }
+        place, chosen = batches[0]["place"], list(batches[0]["rows"])
+        pictures = [pictures_of(cell) for cell in table[chosen]["pictures"].to_pylist()]
+        if filled := always and not any(pictures):
+            chosen.append(smallest)
+            pictures.append([_smallest(look)])
+        batch, seen = collate([{"rows": chosen}]), [picture for row in pictures for picture in row]
+        if not seen:
+            return batch
+        fits, lengths = [picture.fit for picture in seen], table[chosen]["length"].to_pylist()
+        values = (
+            [np.full((fits[0].units, *look.unit_shape), -1.0, np.float32)] if filled else decode(seen, place)
+        )
+        batch |= tower_inputs(look, fits) | {"pixel_values": torch.from_numpy(np.concatenate(values))}
+        if look.kind == "patches":
+            joined = len(batch["input_ids"]) != len(lengths)
+            of_rows = batch["input_ids"][0].split(lengths) if joined else batch["input_ids"]
+            places = [
+                positions(look, ids.numpy(), [one.fit for one in row])
+                for ids, row in zip(of_rows, pictures, strict=True)
+            ]
+            axis = np.concatenate(places, axis=1)[:, None] if joined else np.stack(places, axis=1)
+            batch["position_ids"] = torch.from_numpy(axis)
+        if look.kind == "squares":
+            batch["two_way_blocks"] = blocks_of(batch["input_ids"][0].numpy() == look.image_token, lengths)
+        return batch
 
     return collated
 
 
-def _fits(pictures: Sequence[Picture]) -> list[Fit]:
-    return [picture.fit for picture in pictures]
+def _smallest(look: Look) -> Picture:
+    return Picture("", 0, look.smallest.height, look.smallest.width, look.smallest)
 
 
-def _position_ids(rows: np.ndarray) -> torch.Tensor:
-    """Positions of joined rows, [axes, tokens], as models take them: [1, tokens] or [axes, 1, tokens]."""
-    found = torch.from_numpy(rows)
-    return found[:, None] if len(found) > 1 else found
+def _with_smallest(rows: "Dataset", look: Look) -> "Dataset":
+    """The rows, and one with the smallest picture alone."""
+    from datasets import Dataset, concatenate_datasets
+
+    tokens = look.smallest.tokens
+    row = {"input_ids": [look.image_token] * tokens, "labels": [IGNORED] * tokens, "length": tokens}
+    own = [row | {"pictures": [asdict(_smallest(look))]}]
+    return concatenate_datasets([rows, Dataset.from_list(own, features=rows.features)])
 
 
-def with_smallest(batch: dict[str, Any], look: Look) -> dict[str, Any]:
-    """A joined micro-batch of text with one more row, which is the smallest picture and has no labels.
-
-    So what sees is used in every micro-batch. Its gradients are zero, and not missing: ranks would wait for
-    each other forever, and AdamW moves a weight whose gradient is zero but leaves one that has none.
-    """
-    fit, text = look.smallest, batch["position_ids"]
-    ids = np.full(fit.tokens, look.image_token)
-    own = positions(look, ids, [fit])
-    rest = {
-        "input_ids": torch.from_numpy(ids)[None],
-        "labels": torch.full((1, fit.tokens), IGNORED),
-        "position_ids": _position_ids(own),
-    }
-    batch = batch | {"position_ids": text.expand(len(own), *text.shape) if len(own) > 1 else text}
-    joined = {name: torch.cat([batch[name], value], dim=-1) for name, value in rest.items()}
-    return batch | {
-        **joined,
-        "sequence_lengths": [*batch["sequence_lengths"], fit.tokens],
-        "pixel_values": torch.full((fit.units, *look.unit_shape), -1.0),
-        **tower_inputs(look, [fit]),
-    }
+def blocks_of(is_image: np.ndarray, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The `two_way_blocks` of joined rows of these lengths; a mask, [tokens], tells image tokens."""
+    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
+    starts = np.cumsum([0, *lengths])
+    return [(int(starts[starts <= begin][-1]), begin, end) for begin, end in edges.tolist()]
 
 
 def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
 
     Numbers of which the model takes plain lists are in NumPy's arrays: on a GPU, it would wait for tensors.
     """
-    if look.kind == "tiles" or not fits:
+    if look.kind != "patches" or not fits:
         return {}
     grids = [(1, fit.rows, fit.columns) for fit in fits]
     grid = torch.tensor(grids)
@@ -107,20 +108,37 @@ def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
     }
 
 
-def empty_pixels(look: Look, fits: Sequence[Fit]) -> dict[str, torch.Tensor]:
-    """The tensor of the pixels of such pictures without values, [units, ...]."""
-    return {"pixel_values": torch.empty(sum(fit.units for fit in fits), *look.unit_shape)}
+def empty_inputs(
+    look: Look, fits: Sequence[Fit], shape: tuple[int, int], lengths: Sequence[int]
+) -> dict[str, Any]:
+    """What a batch of this shape has of such pictures, without values; `lengths` are of joined rows."""
+    pixels = torch.empty(sum(fit.units for fit in fits), *look.unit_shape)
+    found = tower_inputs(look, fits) | {"pixel_values": pixels}
+    if look.kind == "patches":
+        found["position_ids"] = torch.empty((4, *shape), dtype=torch.int64)
+    if look.kind == "squares":
+        found["two_way_blocks"] = _blocks_somewhere(fits, lengths or shape[1:])
+    return found
+
+
+def _blocks_somewhere(fits: Sequence[Fit], lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Blocks for pictures, each in the first joined row that has room behind the picture before."""
+    found, row, begin, ends = [], 0, 0, np.cumsum(lengths).tolist()
+    for fit in fits:
+        while begin + fit.tokens > ends[row] and row + 1 < len(ends):
+            begin, row = ends[row], row + 1
+        found.append((ends[row] - lengths[row], begin, begin + fit.tokens))
+        begin += fit.tokens
+    return found
 
 
 def positions(look: Look, ids: np.ndarray, fits: Sequence[Fit]) -> np.ndarray:
-    """The positions of one row's tokens, [tokens]: [1, tokens], or [4, tokens] where pictures have two sides.
+    """The positions of one row's tokens, [tokens], where pictures have two sides: [4, tokens].
 
-    Then they are those of text, and time, height and width: the tokens of a picture are at the same time, and
-    text goes on after its longer side.
+    They are those of text, and time, height and width: the tokens of a picture are at the same time, and text
+    goes on after its longer side.
     """
     plain = np.arange(len(ids))
-    if look.kind == "tiles":
-        return plain[None]
     found, at, current = np.empty((3, len(ids)), np.int64), 0, 0
     is_image = ids == look.image_token
     for fit in fits:

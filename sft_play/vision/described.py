@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SIZE = re.compile(r"([1-9]\d{0,4})\s*[x\u00d7*]\s*([1-9]\d{0,4})", re.IGNORECASE)  # width x height
-FEWEST, MOST = 256**2, 4096**2  # pixels of a picture of Qwen3-VL
+FEWEST, MOST = 256**2, 4096**2  # pixels of a picture of Qwen3-VL and Qwen3.5
 TILES = 4  # along the longest edge of a picture of SmolVLM, SmolVLM2 and Idefics3
 
 
@@ -50,7 +50,7 @@ def described_picture(
     """What a picture of this size, in pixels, becomes; `settings` as of `processor_settings`.
 
     Raises:
-        ConfigError: the model takes no pictures, none of this size, or none in rows that are joined.
+        ConfigError: the model takes no pictures, or none of this size.
     """
     import transformers
 
@@ -71,10 +71,12 @@ def described_picture(
 
 def published_settings(config: "PretrainedConfig") -> Mapping[str, Any]:
     """Settings of the image processor that such a model is published with, as far as sizes depend on them."""
-    vision = config.vision_config
-    if config.model_type == "qwen3_vl":
+    vision, look = config.vision_config, Look.of(config)
+    if look and look.kind == "patches":
         names = ("patch_size", "temporal_patch_size")
         patches = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
         return {"size": {"shortest_edge": FEWEST, "longest_edge": MOST}, **patches}
     tile = vision.image_size
+    if look and look.kind == "squares":
+        return {"size": {"height": tile, "width": tile}}
     return {"size": {"longest_edge": TILES * tile}, "max_image_size": {"longest_edge": tile}}

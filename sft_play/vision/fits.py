@@ -21,7 +21,7 @@ class RowFits:
 
     fits: np.ndarray | None = None  # [pictures, 6], one row after the other
     starts: np.ndarray | None = None  # where those of each row begin, and where all end: [rows + 1]
-    smallest: Fit | None = None  # the picture that a micro-batch without any gets, as in `with_smallest`
+    smallest: Fit | None = None  # the picture that a micro-batch without any gets, as in `with_pictures`
 
     @property
     def exist(self) -> bool:
@@ -36,11 +36,12 @@ class RowFits:
         return sums[self.starts[1:]] - sums[self.starts[:-1]]
 
     def of(self, rows: Iterable[int]) -> tuple[Fit, ...]:
-        """The fits of the pictures of some rows, in order; a negative number is a row without any."""
+        """What a micro-batch of some rows has, in order; a negative number is a row without any picture."""
         if self.fits is None or self.starts is None:
             return ()
         parts = (self.fits[self.starts[row] : self.starts[row + 1]] for row in rows if row >= 0)
-        return tuple(Fit(*fit) for part in parts for fit in part.tolist())
+        found = tuple(Fit(*fit) for part in parts for fit in part.tolist())
+        return found or ((self.smallest,) if self.smallest else ())
 
 
 def same_fits(rows: int, pictures: int, fit: Fit) -> tuple[np.ndarray, np.ndarray]:

@@ -18,8 +18,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "idefics3": TILED,
     "gemma3": ("model.vision_tower", "model.multi_modal_projector"),
 }
-JOINED = ("qwen3_vl", "smolvlm", "idefics3")  # whose rows with pictures are joined end to end
-TRAINED = "Qwen3-VL, SmolVLM2 and Idefics3"  # the same, for a person
+TRAINED_TYPES = PARTS.keys() - {"qwen3_5_moe"}  # that learn from images
+TRAINED = "Qwen3-VL, Qwen3.5, Gemma 3, SmolVLM2 and Idefics3"  # the same, for a person
 
 
 def seeing_parts(config: "PretrainedConfig") -> tuple[str, ...]:
@@ -34,19 +34,15 @@ def trained_parts(config: "PretrainedConfig", vision: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Look:
-    """How the pixels of joined rows reach a model."""
+    """How the pixels of rows reach a model."""
 
-    kind: Literal["patches", "tiles"]
-    unit_shape: tuple[int, ...]  # of the pixels of a patch or tile
+    kind: Literal["patches", "tiles", "squares"]
+    unit_shape: tuple[int, ...]  # of the pixels of a patch, tile or square
     image_token: int
-    unit_tokens: int  # of a tile; 1 of as many patches as are merged
+    unit_tokens: int  # of a tile or square; 1 of as many patches as are merged
     merged: int = 1  # patches along each side of a token
     table_side: int = 0  # of the square of positions that a tower has learned
-
-    @property
-    def adds_to_layers(self) -> bool:
-        """Whether the first layers get features of pictures too."""
-        return self.kind == "patches"
+    adds_to_layers: bool = False  # whether the first layers get features of pictures too
 
     @property
     def smallest(self) -> Fit:
@@ -71,13 +67,15 @@ class Look:
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "Look | None":
-        """That of a model; None if its rows with pictures cannot be joined."""
-        if config.model_type not in JOINED:
+        """That of a model; None if it learns from text alone."""
+        if config.model_type not in TRAINED_TYPES:
             return None
-        vision = config.vision_config
-        if config.model_type == "qwen3_vl":
+        vision, token = config.vision_config, config.image_token_id
+        if seeing_parts(config) == QWEN:
             pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            table = math.isqrt(vision.num_position_embeddings)
-            return cls("patches", (pixels,), config.image_token_id, 1, vision.spatial_merge_size, table)
-        side, tokens = vision.image_size, vision.image_size // vision.patch_size // config.scale_factor
-        return cls("tiles", (vision.num_channels, side, side), config.image_token_id, tokens**2)
+            table, adds = math.isqrt(vision.num_position_embeddings), config.model_type == "qwen3_vl"
+            return cls("patches", (pixels,), token, 1, vision.spatial_merge_size, table, adds)
+        unit = vision.num_channels, vision.image_size, vision.image_size
+        if config.model_type == "gemma3":
+            return cls("squares", unit, token, config.mm_tokens_per_image)
+        return cls("tiles", unit, token, (vision.image_size // vision.patch_size // config.scale_factor) ** 2)

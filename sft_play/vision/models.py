@@ -32,19 +32,21 @@ def attention_by_part(config: "PretrainedConfig", implementation: str) -> str | 
 
 
 def join_pictures(model: Any) -> None:
-    """Lets a base model take pictures of joined rows without looking into data; frozen parts keep nothing.
+    """Lets a base model take pictures of rows without looking into data; frozen parts keep nothing.
 
-    A part of which nothing is trained keeps nothing for a backward pass: PEFT's hook on the first layer of
-    a tower would let it keep all, and recomputing would do so for nothing.
+    A part of which nothing is trained, nor of those before it, keeps nothing for a backward pass: PEFT's hook
+    on the first layer of a tower would let it keep all, and recomputing would do so for nothing.
     """
     look = Look.of(model.config)
     if look is not None and look.kind == "tiles":
         features_made_by(model.model, _tile_features)
-    elif look is not None:
+    elif look is not None and look.adds_to_layers:
         deepstack_added_by(model.model.language_model, AddedRows.apply)
-    for name in seeing_parts(model.config):
+    learns = False
+    for name in seeing_parts(model.config):  # in the order in which one takes what the one before makes
         part = attrgetter(name)(model)
-        if not any(parameter.requires_grad for parameter in part.parameters()):
+        learns |= any(parameter.requires_grad for parameter in part.parameters())
+        if not learns:
             place = place_of_forward(part)
             forward: Callable[..., Any] = getattr(part, place)
             setattr(part, place, torch.no_grad()(forward))

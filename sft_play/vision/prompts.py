@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sft_play.vision.decoding import pixels
-from sft_play.vision.families import Recipe, Tiles
+from sft_play.vision.families import OneSize, Recipe, Tiles
 from sft_play.vision.types import Picture, pictures_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Pictures:
         given = {"pixel_values": torch.from_numpy(values)}
         if isinstance(self.recipe.family, Tiles):
             given["pixel_values"] = given["pixel_values"][None]  # the tiles of all rows, as of one
+        elif isinstance(self.recipe.family, OneSize):
+            given["token_type_ids"] = (ids == self.recipe.image_token_id).int()
         else:
             given["image_grid_thw"] = torch.tensor([(1, one.fit.rows, one.fit.columns) for one in found])
             given["mm_token_type_ids"] = (ids == self.recipe.image_token_id).int()

@@ -26,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(30, 50), (70, 64), (64, 40), (90, 20)]
 
 
-@pytest.fixture(scope="module", params=["smolvlm", pytest.param("qwen", marks=pytest.mark.thorough)])
+THOROUGH = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen", "qwen35", "gemma")]
+
+
+@pytest.fixture(scope="module", params=["smolvlm", *THOROUGH])
 def finished(request, tmp_path_factory):
     """A run whose adapter changes every layer, merged; its rows ask about a picture, or about none."""
     folder = tmp_path_factory.mktemp(request.param)

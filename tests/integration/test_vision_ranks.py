@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.model.architecture.shape import units_of
 from sft_play.model.layers.loss_head import token_loss
-from tests.unit.vision.built import difference, gradients, joined, ours
+from tests.unit.vision.built import batch_of, difference, gradients, ours
 from tests.vision_models import picture_rows
 
 CASES = [
     (kind, engine, vision)
-    for kind in ("smolvlm", "qwen3_vl")
+    for kind in ("smolvlm", "qwen3_vl", "gemma3", "qwen3_5")
     for engine in ("ddp", "fsdp2")
     for vision in ("frozen", "full")
 ]
@@ -25,7 +25,7 @@ IMAGES = [2, 1, 0, 0]  # of the rows, of which each rank has two
 
 def micro_batches(kind, vision):
     rows = picture_rows(kind, 4, seed=11, images=IMAGES)
-    batches = [joined(kind, rows, chosen, always=vision != "frozen") for chosen in ([0, 1], [2, 3])]
+    batches = [batch_of(kind, rows, chosen, always=vision != "frozen") for chosen in ([0, 1], [2, 3])]
     return batches, sum(label != -100 for row in rows for label in row["labels"])
 
 

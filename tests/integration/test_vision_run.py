@@ -25,7 +25,7 @@ from sft_play.vision.looks import Look
 from sft_play.vision.types import pictures_of
 from tests.jobs import losses, make_job
 from tests.pictures import save
-from tests.vision_models import model_folder
+from tests.vision_models import MODEL_TYPES, model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, STEPS, RATE = 8, 3, 1e-3
@@ -54,7 +54,7 @@ def prepared(path):
 
     def rows_of(config):
         settings = {"data.train_path": str(path), "data.val_fraction": 0}
-        return load_data(config.changed(settings), images="trained").rows
+        return load_data(config.changed(settings), trained=True).rows
 
     return rows_of
 
@@ -73,11 +73,8 @@ def plain_losses(base, data, kind):
             images, seen = [Image.open(one.path).convert("RGB") for one in pictures_of(row["pictures"])], {}
             if images:
                 seen = dict(processor(images=[images], return_tensors="pt"))
-                seen |= (
-                    {}
-                    if kind == "smolvlm"
-                    else {"mm_token_type_ids": (ids == data.recipe.image_token_id).int()}
-                )
+                name = {"smolvlm": "", "gemma": "token_type_ids"}.get(kind, "mm_token_type_ids")
+                seen |= {name: (ids == data.recipe.image_token_id).int()} if name else {}
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **seen).logits
             loss = cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum") / count
             loss.backward()
@@ -89,11 +86,14 @@ def plain_losses(base, data, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen", marks=pytest.mark.thorough)])
+THOROUGH = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen", "gemma")]
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen35", *THOROUGH])
 def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
     base, data = model_folder(kind, tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
     job = make_job(
-        base, tmp_path / "runs", "run", mode="full", vision="full", data=data, batch_size=4,
+        base, tmp_path / "runs", "run", mode="full", vision="full", data=data, batch_size=4, padding_free=kind != "qwen35",
         effective_batch_size=ROWS, max_steps=STEPS, learning_rate=RATE, lr_schedule="constant", warmup_ratio=0.0,
     )  # fmt: skip
     assert len(job.data.train) == ROWS and job.plan.batch.accumulation == 2
@@ -103,9 +103,12 @@ def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
     assert expected[-1] < expected[0] - 0.1
 
 
-@pytest.mark.parametrize("mode", [pytest.param("lora", marks=pytest.mark.thorough), "qlora"])
-def test_the_probe_of_a_run_with_images_measures_what_was_predicted(mode, tmp_path):
-    base, data = model_folder("smolvlm", tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("smolvlm", "qlora"), *(pytest.param(kind, "lora", marks=pytest.mark.thorough) for kind in MODEL_TYPES)],
+)
+def test_the_probe_of_a_run_with_images_measures_what_was_predicted(kind, mode, tmp_path):
+    base, data = model_folder(kind, tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
     job = make_job(base, tmp_path / "runs", "run", mode=mode, data=data, probe=True)
     facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
     request = Request(job.config, Architecture.of(job.architecture), facts, detect(), 1)

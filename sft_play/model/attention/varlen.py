@@ -35,6 +35,7 @@ from sft_play.upstream.transformers import attention_called
 # Says that keys have fewer heads than queries; torch 2.11 has no such flag, and its kernel takes them.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
+Block = tuple[int, int, int]  # where its sequence begins, and where the block begins and ends, in tokens
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
 
 
@@ -171,6 +172,7 @@ def varlen_sdpa(
     sequence_lengths: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
     sequence_group: Any = None,
+    two_way_blocks: Sequence[Block] = (),
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
@@ -180,7 +182,7 @@ def varlen_sdpa(
     tokens of each sequence in a batch of one row: plain integers, since lengths in a GPU tensor would make
     every layer wait for the device. `s_aux` are the scores of attention sinks, [heads]. With a
     `sequence_group`, a process group, the tokens are a rank's part of these sequences
-    (model/attention/sequence_parallel.py).
+    (model/attention/sequence_parallel.py). Tokens of `two_way_blocks` see all of their block.
 
     Returns:
         The output, [batch, tokens, heads, head_dim], and no attention weights.
@@ -202,7 +204,41 @@ def varlen_sdpa(
     )
     if sequence_group is not None:
         return attend_divided(attend, query, key, value, sequence_group, s_aux), None
-    return attend(query, key, value, s_aux).contiguous(), None
+    out = attend(query, key, value, s_aux)
+    if two_way_blocks:
+        options = dict(dropout_p=dropout, scale=scaling)
+        out = _with_two_way(out, query, key, value, two_way_blocks, sliding_window, **options)
+    return out.contiguous(), None
+
+
+def _with_two_way(
+    attended: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: Sequence[Block],
+    window: int | None,
+    **options: Any,
+) -> torch.Tensor:
+    """The output, [1, tokens, heads, head_dim], in which the tokens of each block have seen all of it.
+
+    Other arguments are as of `varlen_sdpa`, for joined sequences. A window hides nothing behind a token.
+    Queries that share a key lie behind each other, so that no block keeps copies of keys.
+    """
+    edges = [0, *(edge for _, *ends in blocks for edge in ends), query.shape[2]]
+    sizes = [end - begin for begin, end in itertools.pairwise(edges)]
+    parts, groups = list(attended.split(sizes, 1)), query.shape[1] // key.shape[1]
+    queries = query.unflatten(1, (-1, groups)).split(sizes, 3)[1::2]
+    for at, (first, begin, end) in enumerate(blocks):
+        seen, band = first if window is None else max(first, begin - window + 1), None
+        if window is not None and window < end - seen:
+            position = torch.arange(seen, end, device=query.device)
+            band = (position[begin - seen :, None] - position[None, :] < window).repeat(groups, 1)
+        out = scaled_dot_product_attention(
+            queries[at].flatten(2, 3), key[:, :, seen:end], value[:, :, seen:end], attn_mask=band, **options
+        )
+        parts[2 * at + 1] = out.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2)
+    return torch.cat(parts, dim=1)
 
 
 def _attend_sequences(

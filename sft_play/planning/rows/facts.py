@@ -233,16 +233,17 @@ class DataFacts:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
         units = schedule.sums(self.pictures.units(len(self.lengths)))
         if smallest := self.pictures.smallest:
-            tokens = tokens + smallest.tokens * (units == 0)
+            rows = np.maximum(1, schedule.sums(np.ones_like(self.lengths)))
+            tokens = tokens + (smallest.tokens if padding_free else tokens // rows) * (units == 0)
             units = np.where(units == 0, smallest.units, units)
         later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
         held = _held(tokens, split)
         carried = OWN_TOKEN * tokens + held - tokens
         supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
-        columns = [tokens, supervised, later | (split.accumulation == 1), carried]
         held_units = _held(units, split)
+        columns = [tokens, supervised, later | (split.accumulation == 1), carried, held_units - units, units]
         if padding_free:
-            columns += [schedule.sums(self._squares), units, held_units - units]
+            columns.append(schedule.sums(self._squares))
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
         latest = len(table) - 1 - front(table[::-1])  # of equals, that in which states exist most likely
@@ -279,19 +280,19 @@ class DataFacts:
         return np.add.reduceat(self.parts.astype(np.int64) ** 2, self.parts_from)
 
     def _micro_batch(self, rows: np.ndarray, sizes: np.ndarray, padding_free: bool) -> MicroBatch:
-        tokens, supervised, later, carried, *rest_of = sizes.tolist()
+        tokens, supervised, later, carried, held_units, *_ = sizes.tolist()
         rest: dict[str, Any] = dict(first=not later, held=carried - OWN_TOKEN * tokens)
+        rest |= dict(fits=self.pictures.of(rows), held_units=held_units)
         if not padding_free:
-            return MicroBatch(PaddedRows(len(rows), tokens // len(rows)), supervised, **rest)
+            width = padded_length(int(self.lengths[rows].max()))
+            return MicroBatch(PaddedRows(tokens // width, width), supervised, **rest)
         lengths = tuple(self.lengths[rows].tolist())
         if self.parts is not None and self.parts_from is not None:
             ends = np.append(self.parts_from[1:], len(self.parts))
             own = [self.parts[self.parts_from[row] : ends[row]] for row in rows]
             lengths = tuple(np.concatenate(own).tolist())
-        fits, smallest = self.pictures.of(rows), self.pictures.smallest
-        if smallest and not fits:
-            fits, lengths = (smallest,), (*lengths, smallest.tokens)
-        rest |= dict(fits=fits, held_units=rest_of[-1])
+        if (more := tokens - sum(lengths)) > 0:  # of the smallest picture
+            lengths = (*lengths, more)
         return MicroBatch(JoinedRows(tokens), supervised, lengths, **rest)
 
     def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
@@ -320,16 +321,16 @@ class DataFacts:
         found = []
         for rows in evaluation_batches(self.eval_lengths, plan, self.eval_rows):
             lengths, supervised = self.eval_lengths[rows], int(self.eval_supervised[rows].sum())
+            fits = self.eval_pictures.of(rows)
             if plan.rows.joined:
                 joined = JoinedRows(int(lengths.sum()))
                 if plan.sharing.divides_tokens and self.eval_spans is not None:
                     spans, begins = self.eval_spans[rows], np.zeros(1, dtype=np.int64)
                     supervised = int(most_of_a_rank(lengths, spans, begins, plan.sharing.sequence_ranks)[0])
-                fits = self.eval_pictures.of(rows)
                 found.append(MicroBatch(joined, supervised, tuple(lengths.tolist()), fits=fits))
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
-                found.append(MicroBatch(padded, supervised))
+                found.append(MicroBatch(padded, supervised, fits=fits))
         following = found[plan.sharing.data_ranks :]  # of the same process
         pairs = zip_longest(found, following, fillvalue=MicroBatch(JoinedRows(0), 0))
         return tuple(
@@ -377,7 +378,7 @@ def row_sizes(config: RunConfig, architecture: Architecture, *, progress: bool) 
         return RowSizes.from_json(known)
     from sft_play.model.load import load_data
 
-    sizes = RowSizes.of(load_data(config, architecture.config, progress=progress, images="trained").rows)
+    sizes = RowSizes.of(load_data(config, architecture.config, progress=progress, trained=True).rows)
     if key and key == _data_key(config):  # no file came or changed meanwhile
         remember(sizes.to_json(), SIZES, *key)
     return sizes

@@ -44,7 +44,7 @@ from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
 from sft_play.upstream.torch import making_real_tensors
 from sft_play.upstream.transformers import features_unchecked
-from sft_play.vision.batches import empty_pixels, tower_inputs
+from sft_play.vision.batches import empty_inputs
 from sft_play.vision.looks import Look, trained_parts
 from sft_play.vision.models import join_pictures
 
@@ -320,22 +320,20 @@ def make_batch(
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
     batch: dict[str, object] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    known = spec.eval_lengths if evaluation else spec.lengths
     if spec.joined:
-        known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
     if look is not None and (fits := spec.eval_fits if evaluation else spec.fits):
         with making_real_tensors():  # it looks into data
-            seen = tower_inputs(look, fits) | empty_pixels(look, fits)
+            seen = empty_inputs(look, fits, shape, known)
         batch |= {
             name: torch.zeros(value.shape, dtype=value.dtype, device=device)
             if isinstance(value, torch.Tensor)
             else value
             for name, value in seen.items()
         }
-        seen_tokens = sum(fit.tokens for fit in fits)
-        batch["input_ids"][:, :seen_tokens] = look.image_token  # type: ignore[index]  # for a real model
-        if look.kind == "patches":
-            batch["position_ids"] = torch.zeros((4, *shape), dtype=torch.int64, device=device)
+        ids: torch.Tensor = batch["input_ids"]  # type: ignore[assignment]
+        ids.view(-1)[: sum(fit.tokens for fit in fits)] = look.image_token  # for a real model
     if spec.sharing.divides_tokens:
         with making_real_tensors():
             part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)

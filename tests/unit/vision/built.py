@@ -1,4 +1,6 @@
-"""Models that see, built as for training, and their joined micro-batches of random rows with pictures."""
+"""Models that see, built as for training, and their micro-batches of random rows with pictures."""
+
+from functools import partial
 
 import torch
 
@@ -7,7 +9,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters.attach import attach_adapter
 from sft_play.model.attention import varlen
 from sft_play.model.build import freeze_what_gets_no_gradient
-from sft_play.model.collators import joined_micro_batches
+from sft_play.model.collators import joined_micro_batches, padded_micro_batches
 from sft_play.model.layers import own_passes
 from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.vision.batches import with_pictures
@@ -36,11 +38,14 @@ def ours(kind, mode="full", vision="frozen"):
     return trained.train()
 
 
-def joined(kind, rows, chosen, *, always=False):
+def batch_of(kind, rows, chosen, *, always=False):
+    """A micro-batch of rows, padded for Qwen3.5 and joined for the others."""
     look = Look.of(config_of(kind))
-    text = joined_micro_batches(rows, "lengths")
+    collator_of = partial(joined_micro_batches, boundaries="lengths")
+    if kind == "qwen3_5":
+        collator_of = partial(padded_micro_batches, pad_id=0)
     pixels = random_pixels(look)
-    collate = with_pictures(text, rows, look, lambda seen, _: [*map(pixels, seen)], always=always)
+    collate = with_pictures(collator_of, rows, look, lambda seen, _: [*map(pixels, seen)], always=always)
     return collate([{"rows": chosen, "place": 0}])
 
 

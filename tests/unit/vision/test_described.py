@@ -5,18 +5,19 @@ import random
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from sft_play.errors import ConfigError
 from sft_play.vision.described import described_picture, processor_settings, size_asked
 from sft_play.vision.expansion import repeated
 from sft_play.vision.looks import Look
 from sft_play.vision.types import Picture
-from tests.pictures import config_of, odd_sizes, recipe_of, save_folder, tokenizer_of
+from tests.pictures import CONFIGS, config_of, odd_sizes, recipe_of, save_folder, tokenizer_of
 
 SEED = random.randrange(2**32)
 
 
-@pytest.mark.parametrize("kind", ["qwen", "smolvlm", "idefics3"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"gemma"}))
 def test_a_described_picture_has_the_tokens_of_one_in_a_row(kind, tmp_path):
     print(f"seed {SEED}")
     tokenizer, settings = tokenizer_of(kind), processor_settings(str(save_folder(kind, tmp_path)))
@@ -46,7 +47,6 @@ def test_a_model_of_the_hub_is_taken_to_have_the_processor_that_its_kind_is_publ
 @pytest.mark.parametrize(
     ("kind", "size", "max_pixels", "said"),
     [
-        ("gemma", (9, 9), None, "Qwen3-VL, SmolVLM2 and Idefics3, and this is gemma3"),
         ("qwen", (1, 900), None, "pictures of 900 x 1 pixels: one side is more than 200 times the other"),
         ("qwen", (99, 99), 5, "data.image_max_pixels=5 is less"),
     ],
@@ -54,6 +54,11 @@ def test_a_model_of_the_hub_is_taken_to_have_the_processor_that_its_kind_is_publ
 def test_pictures_that_a_model_does_not_take_are_refused(kind, size, max_pixels, said):
     with pytest.raises(ConfigError, match=said):
         described_picture(config_of(kind, tokenizer_of(kind)), "", max_pixels, *size)
+
+
+def test_a_model_of_text_alone_is_refused():
+    with pytest.raises(ConfigError, match="Gemma 3, SmolVLM2 and Idefics3, and this is llama"):
+        described_picture(LlamaConfig(), "", None, 9, 9)
 
 
 def test_a_size_has_the_width_first():

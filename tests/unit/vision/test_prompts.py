@@ -41,7 +41,9 @@ def rows_of(folder):
         yield {"messages": turns, "images": names}
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen"])
+@pytest.fixture(
+    scope="module", params=["smolvlm", "gemma", "qwen35", pytest.param("qwen", marks=pytest.mark.thorough)]
+)
 def prepared(request, tmp_path_factory):
     """A model, its rows as they are prepared, their pictures, and the model and processor of transformers."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -64,8 +66,10 @@ def by_the_processor(loaded, processor, row):
     images = [Image.open(one.path).convert("RGB") for one in pictures_of(row["pictures"])]
     ids = torch.tensor([row["input_ids"]])
     given = dict(processor(images=[images], return_tensors="pt")) if images else {}
-    if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == loaded.rows.recipe.image_token_id).int()
+    given.pop("num_crops", None)  # of Gemma's, which its model does not take
+    if images and loaded.architecture.model_type != "smolvlm":
+        name = "token_type_ids" if loaded.architecture.model_type == "gemma3" else "mm_token_type_ids"
+        given[name] = (ids == loaded.rows.recipe.image_token_id).int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
 
 

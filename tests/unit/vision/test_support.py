@@ -4,6 +4,8 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.vision.looks import TRAINED_TYPES
+from sft_play.vision.recipes import KINDS
 from sft_play.vision.support import require_supported, trained_on_images
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
@@ -17,12 +19,11 @@ def run(**sections):
 @pytest.mark.parametrize(
     ("sections", "kind", "words"),
     [
-        ({}, "gemma3", "gemma3 would have to be padded.*use one of Qwen3-VL, SmolVLM2 and Idefics3"),
-        ({}, "qwen3_5", "qwen3_5 would have to be padded"),
         ({"train": {"compile": True}}, "smolvlm", "train.compile=true is not supported yet .* images"),
         ({"tuning": {"mode": "qlora", "vision": "lora"}}, "smolvlm", "part of tuning.mode=lora .found"),
         ({"train": {"packing": True}}, "smolvlm", "train.packing=true is not supported yet"),
-        ({"train": {"padding_free": False}}, "smolvlm", "train.padding_free=false is not supported yet"),
+        ({"train": {"padding_free": False}}, "gemma3", "train.padding_free=false is not supported yet"),
+        ({"train": {"neftune_noise_alpha": 5}}, "smolvlm", "train.neftune_noise_alpha is not supported yet"),
         ({"model": {"name": "x", "attention": "eager"}}, "smolvlm", "model.attention=eager is not"),
         ({"parallel": {"engine": "deepspeed_z2"}}, "smolvlm", "parallel.engine=deepspeed_z2 is not"),
         ({"tuning": {"vision": "full"}}, "smolvlm", "tuning.vision=full is a part of tuning.mode=full"),
@@ -38,7 +39,7 @@ def test_what_does_not_go_together_with_images_is_refused(sections, kind, words)
     "tuning",
     [{}, {"vision": "lora"}, {"mode": "full", "vision": "full"}, {"mode": "full"}, {"mode": "qlora"}],
 )
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("kind", sorted(TRAINED_TYPES - {"idefics3"}))
 def test_what_goes_together_is_not_refused_and_the_same_with_packing_is(tuning, kind):
     require_supported(run(tuning=tuning), config_of(kind), seen=True)
     with pytest.raises(ConfigError, match="train.packing=true is not supported yet for rows with images"):
@@ -58,5 +59,7 @@ def test_the_planner_takes_no_plan_that_rows_with_images_are_not_trained_by():
     assert trained_on_images([]) == []
     with pytest.raises(ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or fsdp2"):
         trained_on_images([left_out])
-    with pytest.raises(ConfigError, match="rows would be padded; use one of Qwen3-VL"):
-        trained_on_images([plan_with(PLAN, padding_free=False)])
+
+
+def test_every_model_that_learns_from_images_has_a_recipe():
+    assert KINDS.keys() == TRAINED_TYPES
