@@ -1,7 +1,6 @@
 """A job on random tokenized rows, and its numbers: what the tests of the invariants start from."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from sft_play.job import Job
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.manifest import files_in, hash_files, read_manifest, write_manifest
-from sft_play.model.load import load_model_config, load_tokenizer
+from sft_play.model.load import load_data, load_model_config, load_tokenizer
 from sft_play.parts import IGNORED
 from sft_play.plan import Device
 from sft_play.planning.candidates.drafts import draft_plans
@@ -57,10 +56,13 @@ def make_job(
     sequence_parallel_size: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
     vision: str = "frozen",
-    data: Callable[[RunConfig], PreparedData] | None = None,
+    data: str | None = None,
     **train,
 ) -> Job:
-    """A job of a few steps; `train` overrides the train section. No probe: it would take most of the time."""
+    """A job of a few steps, on the rows of a file if `data` names one; `train` overrides the train section.
+
+    No probe: it would take most of the time.
+    """
     settings = {
         "probe": False,
         "logging_steps": 1,
@@ -96,7 +98,9 @@ def make_job(
     )
     if rows is None:  # in epochs of 112 rows
         prepared = replace(prepared, shares=(Share(60), Share(40, 1.3)))
-    prepared = data(config) if data else prepared
+    if data:
+        settings = {"data.train_path": data, "data.val_fraction": 0}
+        prepared = load_data(config.changed(settings), trained=True).rows
     architecture = load_model_config(config.model)
     facts = DataFacts.of(prepared, config, Look.of(architecture))
     padding_free, width = config.train.padding_free is not False, architecture.get_text_config().hidden_size

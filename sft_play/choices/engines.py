@@ -107,6 +107,7 @@ TRAITS = {
             casts_model=True,
             compiles_layers=False,
             joins_trained=True,
+            takes_images=True,
         ),
         Traits(
             name="fsdp2",

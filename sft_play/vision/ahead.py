@@ -39,9 +39,10 @@ class PicturesAhead:
         self._pool = ThreadPoolExecutor(min(threads, MOST_THREADS), thread_name_prefix="pictures")
         self._begun = dict[Picture, Future[np.ndarray]]()
 
-    def __call__(self, pictures: Sequence[Picture], place: int) -> list[np.ndarray]:
-        """The pixels of the pictures of the micro-batch at a place of `order`, each [units, ...]."""
-        later = range(place + self._ranks, len(self._order), self._ranks)
+    def __call__(self, pictures: Sequence[Picture], place: int | None) -> list[np.ndarray]:
+        """The pixels of the pictures of a micro-batch, each [units, ...], at a place of `order` or none."""
+        end = len(self._order)
+        later = range(end if place is None else place + self._ranks, end, self._ranks)
         soon = {picture for at in islice(later, AHEAD) for picture in self._of(at)}
         due = [self._begin(picture) for picture in pictures]
         for picture in soon:

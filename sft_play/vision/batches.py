@@ -20,24 +20,24 @@ def with_pictures(
     collator_of: Callable[["Dataset"], Callable[[Sequence[dict[str, Any]]], dict[str, Any]]],
     rows: "Dataset",
     look: Look,
-    decode: Callable[[Sequence[Picture], int], Sequence[np.ndarray]],
+    decode: Callable[[Sequence[Picture], int | None], Sequence[np.ndarray]],
     *,
     always: bool = False,
 ) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
     """A collator of micro-batches of `rows`, joined or padded, that adds their pictures.
 
-    `decode` gives the pixels of each, [units, ...], for the micro-batch at a place of a run; they are joined
-    one row after the other. Positions are of each row by itself. With `always`, a micro-batch without any
-    gets one more row, which is the smallest picture and has no labels. So what sees is used in every one, and
-    its gradients are zero, not missing: ranks would wait for each other forever, and AdamW moves a weight
-    whose gradient is zero but leaves one that has none.
+    `decode` gives the pixels of each, [units, ...], for the micro-batch at a place of a run, if it has one.
+    Positions are of each row by itself. With `always`, a micro-batch without any gets one more row, which is
+    the smallest picture and has no labels. So what sees is used in every one, and its gradients are zero, not
+    missing: ranks would wait for each other forever, and AdamW moves a weight whose gradient is zero but
+    leaves one that has none.
     """
     smallest = len(rows)
     rows = _with_smallest(rows, look) if always else rows
     collate, table = collator_of(rows), rows.select_columns(["length", "pictures"]).with_format("arrow")
 
     def collated(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        place, chosen = batches[0]["place"], list(batches[0]["rows"])
+        chosen = list(batches[0]["rows"])
         pictures = [pictures_of(cell) for cell in table[chosen]["pictures"].to_pylist()]
         if filled := always and not any(pictures):
             chosen.append(smallest)
@@ -46,9 +46,10 @@ def with_pictures(
         if not seen:
             return batch
         fits, lengths = [picture.fit for picture in seen], table[chosen]["length"].to_pylist()
-        values = (
-            [np.full((fits[0].units, *look.unit_shape), -1.0, np.float32)] if filled else decode(seen, place)
-        )
+        if filled:
+            values: Sequence[np.ndarray] = [np.full((fits[0].units, *look.unit_shape), -1.0, np.float32)]
+        else:
+            values = decode(seen, batches[0].get("place"))
         batch |= tower_inputs(look, fits) | {"pixel_values": torch.from_numpy(np.concatenate(values))}
         if look.kind == "patches":
             joined = len(batch["input_ids"]) != len(lengths)

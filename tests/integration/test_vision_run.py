@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
 from sft_play.machine.gpus import detect
-from sft_play.model.load import load_data
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
@@ -49,16 +48,6 @@ def image_rows(folder):
     return path
 
 
-def prepared(path):
-    """What makes the prepared rows of a file, for `make_job`."""
-
-    def rows_of(config):
-        settings = {"data.train_path": str(path), "data.val_fraction": 0}
-        return load_data(config.changed(settings), trained=True).rows
-
-    return rows_of
-
-
 def plain_losses(base, data, kind):
     """The loss of each step of a plain loop over all rows, with the plain model and image processor."""
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
@@ -91,7 +80,7 @@ THOROUGH = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen", 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen35", *THOROUGH])
 def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
-    base, data = model_folder(kind, tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
+    base, data = model_folder(kind, tmp_path / "model"), str(image_rows(tmp_path / "data"))
     job = make_job(
         base, tmp_path / "runs", "run", mode="full", vision="full", data=data, batch_size=4, padding_free=kind != "qwen35",
         effective_batch_size=ROWS, max_steps=STEPS, learning_rate=RATE, lr_schedule="constant", warmup_ratio=0.0,
@@ -108,7 +97,7 @@ def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
     [("smolvlm", "qlora"), *(pytest.param(kind, "lora", marks=pytest.mark.thorough) for kind in MODEL_TYPES)],
 )
 def test_the_probe_of_a_run_with_images_measures_what_was_predicted(kind, mode, tmp_path):
-    base, data = model_folder(kind, tmp_path / "model"), prepared(image_rows(tmp_path / "data"))
+    base, data = model_folder(kind, tmp_path / "model"), str(image_rows(tmp_path / "data"))
     job = make_job(base, tmp_path / "runs", "run", mode=mode, data=data, probe=True)
     facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
     request = Request(job.config, Architecture.of(job.architecture), facts, detect(), 1)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ with importing_libraries():  # as a rank does
     from sft_play.job import Job
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model.adapters import decomposition
+    from sft_play.planning.planner import fastest_plan
+    from sft_play.planning.request import Request
+    from sft_play.planning.rows.facts import DataFacts
+    from sft_play.sizing.facts.architecture import Architecture
     from sft_play.train import session
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train
     from sft_play.train.session import prepare_session
+    from sft_play.train.settle import settle_plan
     from sft_play.ui.console import quiet_libraries
+    from sft_play.vision.looks import Look
     from tests.integration.loading import load
     from tests.integration.remains import remains_of_probes
     from tests.jobs import make_job
@@ -59,6 +66,16 @@ def look(job: Job) -> dict[str, Any]:
         ],
         "ddp": {name: getattr(ddp, name) for name in kept},
     }
+
+
+def probed(job: Job) -> dict[str, Any]:
+    """The bytes of each phase that a probe of the main rank's plan measured, and those that were predicted."""
+    facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
+    architecture, processes = Architecture.of(job.architecture), job.ranks.world_size
+    plans = [fastest_plan(Request(job.config, architecture, facts, job.machine, processes))]
+    torch.distributed.broadcast_object_list(plans)
+    _, result = settle_plan(prepare_session(replace(job, plan=plans[0])))
+    return {"measured": result.phases, "predicted": result.expected}
 
 
 @contextmanager
@@ -112,6 +129,8 @@ def main(path: Path) -> int:
                     (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
                 elif spec.get("only_probe"):
                     (job.run.path / f"remains.{rank}.json").write_text(json.dumps(remains_of_probes(job)))
+                elif spec.get("only_plan"):
+                    (job.run.path / f"probed.{rank}.json").write_text(json.dumps(probed(job)))
                 elif "load_as" in spec:
                     load(job, spec["load_as"])
                 else:

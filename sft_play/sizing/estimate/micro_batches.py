@@ -102,7 +102,8 @@ def with_held(
     units = [most_units if micro is None else micro.held_units, most_units]
     units += [evaluated.held_units if evaluated else 0, copies * own, copies * own_eval]
     phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]
-    phases += [("forward", "forward"), ("evaluation", "evaluation")]
+    # a copy with pictures may stay for the backward pass: a tower that is trained keeps it
+    phases += [("forward", "backward" if spec.fits else "forward"), ("evaluation", "evaluation")]
     held = map(batches.bytes_of, sizes, units)
     return step.with_buffers(
         *(Buffer("activations", size, *ends) for size, ends in zip(held, phases, strict=True))

@@ -46,7 +46,7 @@ def batch_of(kind, rows, chosen, *, always=False):
         collator_of = partial(padded_micro_batches, pad_id=0)
     pixels = random_pixels(look)
     collate = with_pictures(collator_of, rows, look, lambda seen, _: [*map(pixels, seen)], always=always)
-    return collate([{"rows": chosen, "place": 0}])
+    return collate([{"rows": chosen}])
 
 
 def gradients(model):

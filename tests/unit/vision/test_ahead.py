@@ -49,6 +49,11 @@ def test_those_of_the_next_micro_batches_of_this_rank_are_begun_once(ranks):
     assert {int(name.removesuffix(".png")) % ranks for name in decode.asked} == {0}
 
 
+def test_a_micro_batch_that_is_not_of_the_run_lets_nothing_begin():
+    decode = Decoder()
+    assert len(ahead(decode, 1)([PICTURES[3]], None)) == 1 and decode.asked == ["3.png"]
+
+
 def test_a_picture_that_cannot_be_decoded_is_an_error_when_its_micro_batch_is_due():
     decode = Decoder()
     decoded = ahead(decode, 1)

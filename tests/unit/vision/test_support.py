@@ -25,7 +25,7 @@ def run(**sections):
         ({"train": {"padding_free": False}}, "gemma3", "train.padding_free=false is not supported yet"),
         ({"train": {"neftune_noise_alpha": 5}}, "smolvlm", "train.neftune_noise_alpha is not supported yet"),
         ({"model": {"name": "x", "attention": "eager"}}, "smolvlm", "model.attention=eager is not"),
-        ({"parallel": {"engine": "deepspeed_z2"}}, "smolvlm", "parallel.engine=deepspeed_z2 is not"),
+        ({"parallel": {"engine": "deepspeed_z3"}}, "smolvlm", "parallel.engine=deepspeed_z3 is not"),
         ({"tuning": {"vision": "full"}}, "smolvlm", "tuning.vision=full is a part of tuning.mode=full"),
         ({"tuning": {"mode": "full", "vision": "lora"}}, "smolvlm", "part of tuning.mode=lora .found"),
     ],
@@ -57,7 +57,9 @@ def test_the_planner_takes_no_plan_that_rows_with_images_are_not_trained_by():
     kept, left_out = plan_with(PLAN, engine="ddp"), plan_with(PLAN, engine="deepspeed_z3")
     assert trained_on_images([PLAN, kept, left_out]) == [PLAN, kept]
     assert trained_on_images([]) == []
-    with pytest.raises(ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or fsdp2"):
+    with pytest.raises(
+        ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or deepspeed_z2 or fsdp2"
+    ):
         trained_on_images([left_out])
 
 
