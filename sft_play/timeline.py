@@ -110,13 +110,8 @@ class Timeline:
         return self.source[np.abs(self.events) - 1]
 
     @cached_property
-    def replays(self) -> dict[Any, Any]:
-        """What `sft_play.sizing.estimate.allocator` has replayed of this timeline."""
-        return {}
-
-    @cached_property
     def longer(self) -> dict["Buffer", "Timeline | None"]:
-        """This timeline with one block more, of any size: so that steps share what was replayed."""
+        """This timeline with one block more, of any size."""
         return {}
 
     def changes(self, sizes: np.ndarray) -> np.ndarray:

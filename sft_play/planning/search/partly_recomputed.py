@@ -72,30 +72,27 @@ def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: floa
 def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -> Plan | None:
     """The plan with the most layers that can keep their activations; None if not even the `fewest` can.
 
-    To size a plan of many layers takes as long as a trace. They take about as much each, so after half of
-    them two guesses should be enough; where they are not, the rest is halved.
+    To size a plan that fills the budget takes a replay. Layers take about as much each, so two guesses should
+    be enough, the first from what all of them take; where they are not, the rest is halved.
     """
-    assert plan.memory
-    tried, fits, misfits = [plan], plan, layers
-    while left := range(max(fits.activations.apart + 1, fewest), misfits):
-        guess = _guess(plan.memory, tried[-1]) if len(tried) in (2, 3) else left[len(left) // 2]
+    found, misfits = None, layers
+    guesses = [(layers, memory_of(replace(plan, activations=Activations())))]
+    while left := range(found.activations.apart + 1 if found else fewest, misfits):
+        guess = _guess(plan, *guesses[-1]) if len(guesses) < 3 else left[len(left) // 2]
         count = min(max(guess, left[0]), left[-1])
         mixed = _keeping(plan, count)
-        tried.append(replace(mixed, memory=memory_of(mixed)))
-        if _fits(tried[-1]):
-            fits = tried[-1]
+        memory = memory_of(mixed)
+        guesses.append((count, memory))
+        if memory.fits:
+            found = replace(mixed, memory=memory)
         else:
             misfits = count
-    return fits if fits.activations.apart else None
+    return found
 
 
-def _guess(without: Memory, tried: Plan) -> int:
-    """How many layers would fill the budget, if each took what those of a plan take on average."""
-    assert tried.memory
-    more = tried.memory.process_bytes - without.process_bytes
-    free = without.budget_bytes - without.process_bytes
-    return free * tried.activations.apart // max(more, 1)
-
-
-def _fits(plan: Plan) -> bool:
-    return plan.memory is not None and plan.memory.fits
+def _guess(plan: Plan, kept: int, memory: Memory) -> int:
+    """How many layers would fill the budget, if each took what the `kept` ones of this memory do on average."""
+    assert plan.memory
+    more = memory.process_bytes - plan.memory.process_bytes
+    free = memory.budget_bytes - plan.memory.process_bytes
+    return free * kept // max(more, 1)

@@ -10,6 +10,7 @@ Of equally large free blocks, the one with the lowest address is taken. The driv
 address than those before it, as the reserved bytes of published runs show (docs/reference/evidence.md).
 """
 
+import hashlib
 import itertools
 import math
 from bisect import bisect_left, insort
@@ -28,6 +29,8 @@ LARGE_SEGMENT = 20 * MIB  # reserved from the device for requests below LARGE_RE
 LARGE_REQUEST = 10 * MIB
 LARGE_ROUND = 2 * MIB
 EMPTY_CACHE = (0, 0)  # a change that returns free segments to the device
+ADDRESS_BITS = 50  # of an address, beside which a free block's size is kept in one number
+ADDRESSES = (1 << ADDRESS_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -39,59 +42,48 @@ class Replay:
     requested: int  # rounded up to the allocator's unit only
 
 
-class _Block:
-    """A range of device memory; `before` and `after` are its neighbors within the segment."""
-
-    __slots__ = ("address", "after", "before", "free", "size")
-
-    def __init__(self, address: int, size: int):
-        self.address, self.size, self.free = address, size, True
-        self.before: _Block | None = None
-        self.after: _Block | None = None
-
-
 class _Pool:
-    """The blocks of one size class. The free list is sorted by size, then by address."""
+    """The blocks of one size class.
+
+    Of the free ones, three views: sorted by size, then by address, as one number each, which is faster to
+    compare than a pair; and by where they begin and end, so that those that are freed find their neighbors.
+    """
 
     def __init__(self, small: bool, expandable: bool):
         self.small, self.expandable = small, expandable
-        self.reserved = self.mapped = 0  # bytes now, and in total
-        self.free: list[tuple[int, int]] = []  # (size, address), smallest first
-        self.blocks: dict[int, _Block] = {}
-        self.tail: _Block | None = None  # last block of the expandable segment
+        self.least = ROUND if small or expandable else SMALL + 1  # of a remainder that is worth keeping
+        self.reserved = 0
+        self.lowest = 1 << ADDRESS_BITS - 1  # address of the segments of fixed size
+        self.free: list[int] = []
+        self.sizes: dict[int, int] = {}  # of those that begin at an address
+        self.starts: dict[int, int] = {}  # of those that end at an address
+        self.segments: dict[int, int] = {}  # address -> bytes, of fixed size
 
-    def take(self, size: int) -> _Block:
-        position = bisect_left(self.free, (size, -self.mapped))
-        block = self.blocks[self.free.pop(position)[1]] if position < len(self.free) else self._grow(size)
-        least = ROUND if self.small or self.expandable else SMALL + 1
-        if block.size - size >= least:  # worth keeping
-            self._split(block, size)
-        block.free = False
-        return block
+    def take(self, size: int) -> tuple[int, int]:
+        """The address and the size of the block that a request gets."""
+        place = bisect_left(self.free, size << ADDRESS_BITS)
+        if place < len(self.free):
+            found = self.free.pop(place)
+            given, address = found >> ADDRESS_BITS, found & ADDRESSES
+            del self.sizes[address], self.starts[address + given]
+        else:
+            address, given = self._grow(size)
+        if given - size >= self.least:
+            self._add(address + size, given - size)
+            given = size
+        return address, given
 
-    def give_back(self, block: _Block) -> None:
-        block.free = True
-        before, after = block.before, block.after
-        if before is not None and before.free:
-            self._remove_from_free(before)
-            block = self._merge(before, block)
-        if after is not None and after.free:
-            self._remove_from_free(after)
-            block = self._merge(block, after)
-        insort(self.free, (block.size, block.address))
-
-    def _grow(self, size: int) -> _Block:
-        if self.expandable:
-            return self._extend(size)
-        segment = self.segment(size)
-        self.reserved += segment
-        self.mapped += segment
-        block = self.blocks[-self.mapped] = _Block(-self.mapped, segment)
-        return block
+    def give_back(self, address: int, size: int) -> None:
+        before = self.starts.get(address)
+        if before is not None:
+            address, size = before, size + self._remove(before)
+        if address + size in self.sizes:
+            size += self._remove(address + size)
+        self._add(address, size)
 
     def missing(self, size: int) -> int:
         """The bytes of the segment that a request needs; 0 if a free block is large enough."""
-        return 0 if self.free and self.free[-1][0] >= size else self.segment(size)
+        return 0 if self.free and self.free[-1] >> ADDRESS_BITS >= size else self.segment(size)
 
     def segment(self, size: int) -> int:
         """The bytes of a segment of fixed size that is made for a request."""
@@ -104,55 +96,36 @@ class _Pool:
 
         An expandable one keeps its pages, which is at most too much.
         """
-        before = self.reserved
-        for block in [self.blocks[address] for _, address in self.free]:
-            if not self.expandable and block.before is None and block.after is None:
-                self._remove_from_free(block)
-                del self.blocks[block.address]
-                self.reserved -= block.size
-        return before - self.reserved
+        unused = [start for start, size in self.segments.items() if self.sizes.get(start) == size]
+        for start in unused:
+            del self.segments[start]
+        returned = sum(map(self._remove, unused))
+        self.reserved -= returned
+        return returned
 
-    def _extend(self, size: int) -> _Block:
-        """Maps pages at the end of the expandable segment; a free last block becomes part of the new one."""
-        tail = self.tail
-        joined = tail is not None and tail.free
-        missing = size - (tail.size if tail is not None and joined else 0)
+    def _grow(self, size: int) -> tuple[int, int]:
+        """A new block, at the end of the expandable segment with what is free there, or in a new segment."""
+        if not self.expandable:
+            segment = self.segment(size)
+            self.reserved += segment
+            self.lowest -= segment + ROUND  # a gap, since blocks of two segments are never merged
+            self.segments[self.lowest] = segment
+            return self.lowest, segment
+        tail = self.starts.get(self.reserved, self.reserved)
         page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-        mapped = -(-missing // page) * page
-        block = _Block(self.reserved, mapped)
-        self.reserved += mapped
-        self.blocks[block.address] = block
-        block.before, self.tail = tail, block
-        if tail is not None:
-            tail.after = block
-            if joined:
-                self._remove_from_free(tail)
-                block = self._merge(tail, block)
-        return block
+        missing = size - (self._remove(tail) if tail < self.reserved else 0)
+        self.reserved += -(-missing // page) * page
+        return tail, self.reserved - tail
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size)
-        rest.before, rest.after, block.after, block.size = block, block.after, rest, size
-        if rest.after is not None:
-            rest.after.before = rest
-        if self.tail is block:
-            self.tail = rest
-        self.blocks[rest.address] = rest
-        insort(self.free, (rest.size, rest.address))
+    def _add(self, address: int, size: int) -> None:
+        insort(self.free, size << ADDRESS_BITS | address)
+        self.sizes[address], self.starts[address + size] = size, address
 
-    def _merge(self, left: _Block, right: _Block) -> _Block:
-        left.size += right.size
-        left.after = right.after
-        if right.after is not None:
-            right.after.before = left
-        if self.tail is right:
-            self.tail = left
-        del self.blocks[right.address]
-        left.free = True
-        return left
-
-    def _remove_from_free(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.address))]
+    def _remove(self, address: int) -> int:
+        size = self.sizes.pop(address)
+        del self.starts[address + size]
+        del self.free[bisect_left(self.free, size << ADDRESS_BITS | address)]
+        return size
 
 
 def replay(
@@ -171,28 +144,33 @@ def replay(
     then is reserved all the same.
     """
     streams, pools = streams or {}, dict[tuple[int, bool], _Pool]()
-    held: dict[int, tuple[_Pool, _Block, int]] = {}
+    held: dict[int, tuple[_Pool, int, int, int]] = {}
     allocated = requested = reserved = most_allocated = most_reserved = most_requested = 0
     for number, size in changes:
-        if (number, size) == EMPTY_CACHE:
-            reserved -= sum(pool.empty_cache() for pool in pools.values())
-        elif size:
+        if size:
             rounded = -(-size // ROUND) * ROUND
             key = streams.get(number, 0), rounded <= SMALL
-            pool = pools[key] = pools.get(key) or _Pool(key[1], expandable)
+            if (pool := pools.get(key)) is None:
+                pool = pools[key] = _Pool(key[1], expandable)
             if capacity < math.inf and pool.missing(rounded) > max(capacity - reserved, 0):
                 reserved -= sum(each.empty_cache() for each in pools.values())
             before = pool.reserved
-            block = pool.take(rounded)
-            reserved += pool.reserved - before
-            held[number] = pool, block, rounded
-            allocated, requested = allocated + block.size, requested + rounded
-            most_allocated, most_requested = max(most_allocated, allocated), max(most_requested, requested)
-            most_reserved = max(most_reserved, reserved)
+            address, given = pool.take(rounded)
+            held[number] = pool, address, given, rounded
+            allocated, requested = allocated + given, requested + rounded
+            if pool.reserved > before:
+                reserved += pool.reserved - before
+                most_reserved = max(most_reserved, reserved)
+            if requested > most_requested:
+                most_requested = requested
+            if allocated > most_allocated:
+                most_allocated = allocated
+        elif number:
+            pool, address, given, rounded = held.pop(number)
+            allocated, requested = allocated - given, requested - rounded
+            pool.give_back(address, given)
         else:
-            pool, block, rounded = held.pop(number)
-            allocated, requested = allocated - block.size, requested - rounded
-            pool.give_back(block)
+            reserved -= sum(pool.empty_cache() for pool in pools.values())
     return Replay(most_allocated, most_reserved, most_requested)
 
 
@@ -205,12 +183,24 @@ def replay_steps(
     when the memory of the backward pass is free, and the second step finds the cached blocks of the first.
     Arguments are those of `first_steps` and `replay`.
     """
-    key = (step.sizes.tobytes(), workspace_bytes, warmup_bytes, expandable)
-    known = step.timeline.replays
-    if key not in known:  # plans for several numbers of processes often have the same step
+    key = _digest(step), workspace_bytes, warmup_bytes, expandable
+    if key not in _REPLAYED:  # plans for several numbers of processes often have the same step
         sizes, parts = first_steps(step, workspace_bytes, warmup_bytes)
-        known[key] = replay(as_changes(sizes, parts), expandable=expandable, streams=_streams_of(step))
-    return known[key]
+        _REPLAYED[key] = replay(as_changes(sizes, parts), expandable=expandable, streams=_streams_of(step))
+    return _REPLAYED[key]
+
+
+_REPLAYED: dict[tuple[bytes, int, int, bool], Replay] = {}
+
+
+def _digest(step: Step) -> bytes:
+    """A key for the events of a step, with the bytes and all else of their blocks that is replayed."""
+    line, digest = step.timeline, hashlib.blake2b(digest_size=16)
+    for each in (step.sizes, line.terms, line.streams):
+        digest.update(each[line.source])
+    for each in (line.events, line.phases):
+        digest.update(each)
+    return digest.digest()
 
 
 def _streams_of(step: Step) -> dict[int, int]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # of a module, with no number of a layer
 BESIDE_BASE = re.compile(r"\.lora_|\.trainable_tokens_|\.modules_to_save\.")  # in the names of PEFT's modules
+MOST_MADE = 8  # models without weights, each of megabytes
 MAX_LAYER_KINDS = 4  # with more kinds than this, layers are distinguished only by their parameters
 
 
@@ -52,13 +53,9 @@ def skeleton(
     """
     varlen.register()
     dtype = getattr(torch, spec.precision.dtype)
-    model: Any = empty_model(
-        _without_idle_window(config, spec),
-        dtype=dtype,
-        attn_implementation=attention_by_part(config, _attention_to_trace(config, spec)),
-    )
     cut = not (all_layers or names_layers(spec.lora))
-    stand_ins = keep_one_of_each_kind(model, spec.activations.apart > 0) if cut else ()
+    settings = dtype, _attention_to_trace(config, spec), cut, cut and spec.activations.apart > 0
+    model, stand_ins = few_layers(_without_idle_window(config, spec), *settings)
     if spec.mode == "qlora":
         with without_weights():
             quantize_layers(model, nf4(config, dtype))
@@ -66,6 +63,27 @@ def skeleton(
     own_passes.replace_forwards(model, spec.kernels)
     model.config.use_cache = False
     return model, stand_ins
+
+
+def few_layers(
+    config: "PretrainedConfig", dtype: torch.dtype, attention: str, cut: bool, all_differ: bool
+) -> tuple[Any, tuple[int, ...]]:
+    """A model as transformers makes it, and its stand-ins: those of all layers if it is `cut` to few.
+
+    To make 80 layers, and compare them, takes a third of a trace: the last models are kept, and copied.
+    """
+    key = config.to_json_string(use_diff=False), dtype, attention, cut, all_differ
+    if key not in _MADE:
+        by_part = attention_by_part(config, attention)
+        model: Any = empty_model(config, dtype=dtype, attn_implementation=by_part)
+        stand_ins = keep_one_of_each_kind(model, all_differ) if cut else ()
+        if len(_MADE) >= MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = model, stand_ins
+    return copy.deepcopy(_MADE[key])
+
+
+_MADE: dict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = {}  # what `few_layers` has made
 
 
 def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "PretrainedConfig":

@@ -20,6 +20,7 @@ from sft_play.model.layers import inputs_in_ram
 from sft_play.model.layers.loss_head import add_loss_head, token_loss
 from sft_play.model.layers.recomputation import recompute
 from sft_play.model.layers.tiled_mlp import tile_mlps
+from sft_play.parts import Activations
 from sft_play.sizing.kernels.attention import depends_on_lengths, varlen_attention
 from sft_play.sizing.kernels.head_tiles import few_tiles
 from sft_play.sizing.kernels.simulation import (
@@ -128,7 +129,7 @@ def _group_of(spec: StepSpec) -> AbstractContextManager[None]:
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """As `_run_whole`, after a pass that does not count: FSDP2 sets itself up in the first one.
 
-    It is a whole micro-batch if earlier ones have left gradients.
+    It is a whole micro-batch if earlier ones have left gradients, for which nothing needs to be recomputed.
     """
     from sft_play.sizing.trace.sharded import (
         ShardRecorder,
@@ -144,13 +145,14 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     replicas = 2 if spec.sharing.replicated else 1
     with silent_group(spec.sharing.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
-        _set_up(model, spec)
-        with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else torch.no_grad():
+        _set_up(model, replace(spec, activations=Activations(), mlp_tile=0))
+        with before, model.no_sync() if spec.accumulates else torch.no_grad():
             loss = forward(model, make_batch(spec, look=Look.of(model.config)), spec)
             if spec.accumulates:
                 loss.backward()
         del loss
         forget_forward(model)
+        prepare_for_training(model, spec)
         with recorder.placing(in_ram=offloads(spec)):
             optimizer = _optimizer_with_states(model, layers, spec, recorder)
         add_kept_gradients(model, layer_of_modules(model, layers), recorder)

@@ -19,10 +19,9 @@ def most_kept(bytes_of_layers: list[int], budget: int, below: float = 2.0) -> tu
     taken, asked = [0, *accumulate(bytes_of_layers)], list[int]()
 
     def memory_of(plan: Plan) -> Memory:
-        asked.append(plan.activations.kept_layers)
-        return Memory(
-            budget_bytes=budget, peak_bytes=taken[plan.activations.kept_layers], peak_phase="backward"
-        )
+        kept = plan.activations.kept_layers if plan.activations.recomputes else len(bytes_of_layers)
+        asked.append(kept)
+        return Memory(budget_bytes=budget, peak_bytes=taken[kept], peak_phase="backward")
 
     def seconds_of(plan: Plan) -> float:
         return 1 + plan.activations.recomputes - plan.activations.kept_layers / 1000
