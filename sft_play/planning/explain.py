@@ -95,7 +95,7 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
 def layer_kernels(
     config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
 ) -> list[Reason]:
-    """Other kernels, and why they are off, where a GPU could run them; another step is traced for each."""
+    """Other kernels: what they save, for which a step with ours is traced, or that a run will time them."""
     found: list[Reason] = []
     for name, row in LAYERS.items() if plan.device == "cuda" else ():
         used, could = name == plan.kernels, config.train.kernels == "auto" and bool(row.packages)
@@ -103,11 +103,9 @@ def layer_kernels(
             continue
         if not (modules := architecture.modules.served[name]):  # nobody asked for them
             continue
-        own, others = (
-            estimate(config, replace(plan, kernels=kernels)).peak_bytes for kernels in ("own", name)
-        )
-        if used or others < own:
-            found.append(LayerKernels(name, used, modules, own - others))
+        kernels = ("own", name) if used else ()
+        peaks = [estimate(config, replace(plan, kernels=each)).peak_bytes for each in kernels]
+        found.append(LayerKernels(name, modules, peaks[0] - peaks[1] if used else None))
     return found
 
 

@@ -224,16 +224,15 @@ class LayerKernels(Reason):
     """Other kernels that compute modules of the layers on a GPU."""
 
     kernels: Literal[tuple(LAYERS)]  # type: ignore[valid-type]
-    on: bool
     modules: int
-    saved_bytes: int  # of a process: what they take less than ours, with the same micro-batch
+    saved_bytes: int | None  # of a process: what they take less than ours; None: they are off
 
     def __str__(self) -> str:
-        row, more = LAYERS[self.kernels], "less" if self.saved_bytes >= 0 else "more"
-        difference = f"{format_bytes(abs(self.saved_bytes))} {more}"
-        if not self.on:
+        row = LAYERS[self.kernels]
+        if self.saved_bytes is None:
             return (
-                f"{row.label} are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); "
-                f"{row.setting} needs {difference} at the same micro-batch"
+                f"{row.label} are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3), or "
+                f"with {row.setting}"
             )
+        difference = f"{format_bytes(abs(self.saved_bytes))} {'less' if self.saved_bytes >= 0 else 'more'}"
         return f"{row.label} compute {self.modules} {row.serves}, which needs {difference} than ours"

@@ -91,7 +91,7 @@ def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -
 
 
 def _guess(plan: Plan, kept: int, memory: Memory) -> int:
-    """How many layers would fill the budget, if each took what the `kept` ones of this memory do on average."""
+    """How many layers would fill the budget, if each took what the `kept` ones of this memory do."""
     assert plan.memory
     more = memory.process_bytes - plan.memory.process_bytes
     free = memory.budget_bytes - plan.memory.process_bytes

@@ -197,9 +197,9 @@ def _digest(step: Step) -> bytes:
     """A key for the events of a step, with the bytes and all else of their blocks that is replayed."""
     line, digest = step.timeline, hashlib.blake2b(digest_size=16)
     for each in (step.sizes, line.terms, line.streams):
-        digest.update(each[line.source])
+        digest.update(each[line.source].tobytes())
     for each in (line.events, line.phases):
-        digest.update(each)
+        digest.update(each.tobytes())
     return digest.digest()
 
 
@@ -235,11 +235,13 @@ def first_steps(
     return sizes, first + _again(events)
 
 
-def as_changes(sizes: dict[int, int], parts: Iterable[list[int]]) -> Iterator[tuple[int, int]]:
+def as_changes(sizes: Mapping[int, int], parts: Iterable[list[int]]) -> Iterator[tuple[int, int]]:
     """The events as `replay` takes them; blocks without bytes are left out."""
-    for event in itertools.chain.from_iterable(parts):
-        if sizes[abs(event)]:
-            yield abs(event), sizes[event] if event > 0 else 0
+    events = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
+    numbers, bytes_of = np.abs(events), np.zeros(max(sizes) + 1, dtype=np.int64)
+    bytes_of[list(sizes)] = list(sizes.values())
+    there, allocated = bytes_of[numbers] > 0, np.where(events > 0, bytes_of[numbers], 0)
+    return zip(numbers[there].tolist(), allocated[there].tolist(), strict=True)
 
 
 def events_by_phase(step: Step) -> tuple[dict[str, list[int]], list[int]]:

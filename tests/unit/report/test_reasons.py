@@ -194,9 +194,8 @@ SENTENCES = [
         "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 turns it on",
     ),
     (
-        LayerKernels("liger", False, 97, GIB),
-        "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3); train.kernels=liger needs "
-        "1.00 GiB less at the same micro-batch",
+        LayerKernels("liger", 97, None),
+        "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3), or with train.kernels=liger",
     ),
     (
         CompiledLayers("off"),

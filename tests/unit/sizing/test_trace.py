@@ -23,6 +23,7 @@ from sft_play.model.build import load_base
 from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import fake_model
 from sft_play.sizing.trace.trace import trace_step
 from tests.rounding import assert_same_tensor, summed
 from tests.unit.sizing.real_step import require_predicted
@@ -406,6 +407,27 @@ def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
     out, _ = varlen.varlen_sdpa(torch.nn.Module(), query, query, query, None)
     assert_same_tensor(out.transpose(1, 2), expected, summed(16 + 8))  # heads of 16, 8 tokens
     assert not torch.is_autocast_enabled()
+
+
+def test_a_step_has_the_same_trace_whatever_was_traced_before(monkeypatch):
+    """The model of a trace is a copy, so that neither adapters nor divided weights stay in it."""
+    kinds = [
+        dict(mode=mode, shards=shards, activations=way)
+        for mode, shards, way in product(("lora", "qlora", "full"), (1, 2), ("keep", "recompute"))
+    ]
+    config, made = small_config("llama", SMALL), dict()
+    monkeypatch.setattr(fake_model, "_MADE", made)
+
+    def traced(forgetting: bool):
+        for kind in kinds if forgetting else reversed(kinds):
+            if forgetting:
+                made.clear()
+            yield str(kind), trace_step(config, on_gpu(**kind))
+
+    alone, after = dict(traced(True)), dict(traced(False))
+    assert len(made) == 1  # of which all others are copies
+    for kind, trace in alone.items():
+        assert trace.same_structure(after[kind]) and np.array_equal(trace.sizes, after[kind].sizes), kind
 
 
 def test_a_model_with_one_layer_traces():
