@@ -33,6 +33,7 @@ from sft_play.ui.console import warn
 from sft_play.upstream.accelerate import unwrapped
 from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides
 from sft_play.upstream.patching import lasting
+from sft_play.upstream.transformers import loaded_as_saved
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -324,7 +325,8 @@ class PlannedTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads the weights of a checkpoint, unless they are set with the optimizer's state."""
         if self._engine.loads_own_state:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with loaded_as_saved(self.model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Loads only the best weights: they may have been saved before the run moved to this engine."""
@@ -335,6 +337,7 @@ class PlannedTrainer(SFTTrainer):
             return
         sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
         try:
-            super()._load_best_model()
+            with loaded_as_saved(self.model):
+                super()._load_best_model()
         finally:
             self.is_deepspeed_enabled = sharded

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.model.architecture.shape import units_of
 from sft_play.model.layers.loss_head import token_loss
-from tests.unit.vision.built import batch_of, difference, gradients, ours
+from tests.vision_built import batch_of, difference, gradients, ours
 from tests.vision_models import picture_rows
 
 CASES = [

@@ -1,13 +1,19 @@
 """A run on rows with images gives what a plain loop of transformers gives, which decodes and resizes for itself."""
 
 import json
+import multiprocessing
+import os
 import random
+import signal
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
@@ -104,3 +110,48 @@ def test_the_probe_of_a_run_with_images_measures_what_was_predicted(kind, mode, 
     _, result = settle_plan(prepare_session(replace(job, plan=fastest_plan(request))))
     for phase in ("forward", "backward", "optimizer"):
         assert result.phases[phase] == pytest.approx(result.expected[phase], abs=16 * KIB), phase
+
+
+WHOLE = dict(
+    mode="full",
+    vision="full",
+    batch_size=2,
+    effective_batch_size=4,
+    max_steps=12,
+    save_steps=2,
+    learning_rate=RATE,
+)
+
+
+def train_until_killed(base, folder, data):
+    """Trains until a checkpoint is there, and ends without a word."""
+    job = make_job(base, folder, "killed", data=data, **WHOLE)
+
+    def kill():
+        while not (job.run.checkpoints / "checkpoint-4").exists():
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    torch.set_num_threads(1)
+    train(job)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["smolvlm", "gemma"])
+def test_a_killed_run_with_images_goes_on_bit_for_bit(kind, tmp_path):
+    base, data = model_folder(kind, tmp_path / "model"), str(image_rows(tmp_path / "data"))
+    whole = make_job(base, tmp_path, "whole", data=data, **WHOLE)
+    train(whole)
+    process = multiprocessing.get_context("spawn").Process(
+        target=train_until_killed, args=(base, tmp_path, data)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    job = make_job(base, tmp_path, "killed", data=data, resume="auto", **WHOLE)
+    train(job)
+    assert losses(job) == losses(whole)
+    found, expected = (load_file(each.run.model / "model.safetensors") for each in (job, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

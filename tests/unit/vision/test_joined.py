@@ -22,7 +22,7 @@ from sft_play.vision.batches import positions
 from sft_play.vision.fits import RowFits, fits_of_rows
 from sft_play.vision.looks import Look, seeing_parts, trained_parts
 from sft_play.vision.types import Fit, pictures_of
-from tests.unit.vision.built import LORA, batch_of, difference, gradients, ours
+from tests.vision_built import LORA, batch_of, difference, gradients, ours
 from tests.vision_models import IMAGE, config_of, picture_rows, random_model, random_pixels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
