@@ -251,6 +251,10 @@ class DeviceProfile:
 
     def to_json(self) -> str:
         """The profile as a JSON object."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:  # made once: it is a part of the key of each plan of a search
         return json.dumps(asdict(self))
 
     @classmethod
