@@ -93,7 +93,7 @@ def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
 
     Numbers of which the model takes plain lists are in NumPy's arrays: on a GPU, it would wait for tensors.
     """
-    if look.kind != "patches" or not fits:
+    if look.kind != "patches":
         return {}
     grids = [(1, fit.rows, fit.columns) for fit in fits]
     grid = torch.tensor(grids)

@@ -88,7 +88,7 @@ def decoded(content: bytes) -> Image.Image:
 
 
 def pixels(picture: Picture, recipe: Recipe, folder: Path) -> np.ndarray:
-    """What the tower takes, float32 [units, *unit_shape], of a picture of rows prepared in `folder`.
+    """What the tower takes, float32 [units, ...], of a picture of rows prepared in `folder`.
 
     For the workers of a data loader: one picture takes tens of milliseconds.
 
@@ -103,8 +103,9 @@ def pixels(picture: Picture, recipe: Recipe, folder: Path) -> np.ndarray:
         raise DataError(f"{path} cannot be used: {first_line(error)}. {_again()}") from None
     if (len(content), image.height, image.width) != (picture.size, picture.height, picture.width):
         raise DataError(f"{path} has changed since the rows were prepared. {_again()}")
-    found = _processor(recipe.processor, recipe.settings)(images=[[image]])["pixel_values"]
-    return np.asarray(found, np.float32).reshape(picture.fit.units, *recipe.family.unit_shape)
+    made = _processor(recipe.processor, recipe.settings)(images=[[image]])["pixel_values"]
+    found = np.asarray(made, np.float32)  # [patches, numbers], or with tiles or squares last
+    return found.reshape(picture.fit.units, *found.shape[-3 if found.ndim > 2 else -1 :])
 
 
 def _again() -> str:

@@ -49,11 +49,6 @@ class Patches(Family):
     begin: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
 
-    @property
-    def unit_shape(self) -> tuple[int, ...]:
-        """Of the pixels of a patch."""
-        return (3 * self.frames * self.side**2,)
-
     def fit(self, height: int, width: int) -> Fit:
         """From the size of a picture, in pixels; ValueError, a sentence, if the model refuses it."""
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -87,11 +82,6 @@ class Tiles(Family):
     image: str = "<image>"
     between: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
-
-    @property
-    def unit_shape(self) -> tuple[int, ...]:
-        """Of the pixels of a tile."""
-        return 3, self.side, self.side
 
     def fit(self, height: int, width: int) -> Fit:
         """From the size of a picture, in pixels.
@@ -147,11 +137,6 @@ class OneSize(Family):
     def placeholder(self) -> str:
         """What a chat template writes for a picture."""
         return self.begin
-
-    @property
-    def unit_shape(self) -> tuple[int, ...]:
-        """Of the pixels of a picture."""
-        return 3, self.side, self.side
 
     def fit(self, height: int, width: int) -> Fit:
         """The same for every size."""

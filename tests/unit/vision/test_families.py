@@ -62,7 +62,7 @@ def made(recipe, height, width):
         found = processor(images=[[image]])
         grid = 1, 1
     pixels = np.asarray(found["pixel_values"])
-    return tuple(grid), pixels.size // np.prod(recipe.family.unit_shape)
+    return tuple(grid), int(np.prod(pixels.shape[:-3] if pixels.ndim > 2 else pixels.shape[:1]))
 
 
 def check(name, count, seed):
