@@ -9,6 +9,7 @@ import torch
 
 from sft_play.choices.optimizers import make_optimizer
 from sft_play.model.architecture.shape import decoder_layers
+from sft_play.model.layers.compilation import compile_layers
 from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.sizing.meters.cpu import (
     MARK,
@@ -83,6 +84,8 @@ def measure_step(model: Any, spec: StepSpec) -> Measurement:
     add_loss_head(model)
     base = model.get_base_model() if spec.mode != "full" else model
     prepare_for_training(model, spec)
+    if spec.compiled:
+        compile_layers(model)
     weights = storage_bytes(model)
     for _ in range(ATTEMPTS):
         optimizer = make_optimizer(spec.optimizer, trained_parameters(model))

@@ -198,9 +198,10 @@ class Unproven(Reason):
 
 
 class CompiledLayers(Reason):
-    """Whether torch.compile compiles the decoder layers; the prediction of memory does not count on it."""
+    """Whether torch.compile compiles the decoder layers, and the prediction of memory counts on it."""
 
     compiled: Literal["on", "off", "timed", "float8"]
+    traced: bool = False
 
     def __str__(self) -> str:
         if self.compiled == "off":
@@ -214,8 +215,11 @@ class CompiledLayers(Reason):
             also, not_so = " and multiply in float8", "do neither"
         timed = self.compiled == "timed"
         why = "since steps timed on this device were faster" if timed else "as set in the config"
+        memory = f"predicted for layers that {not_so}"
+        if self.traced:
+            memory = "that of the code which the compiler generates"
         return (
-            f"layers are compiled{also}, {why}; memory is predicted for layers that {not_so}, "
+            f"layers are compiled{also}, {why}; memory is {memory}, "
             "seconds on a GPU with element-wise operations fused; the first step takes longer"
         )
 

@@ -184,6 +184,7 @@ class StepSpec:
     scratch: Rules = ()  # and what its products take, by operation (sizing/meters/product_scratch.py)
     optimizer: str = DEFAULT
     kernels: str = "own"  # of norms, rotary embeddings and gated layers, as of a plan
+    compiled: bool = False  # whether layers allocate as their compiled code does
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
@@ -323,6 +324,10 @@ class StepSpec:
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             kernels=plan.kernels,
+            # what is generated for a GPU, divided or in float8 was not compared with what runs there
+            compiled=plan.compile
+            and plan.device == "cpu"
+            and not (engine.shards_weights or config.train.float8),
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),

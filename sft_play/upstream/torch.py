@@ -11,6 +11,7 @@ from sft_play.upstream.patching import patched
 # In the state of a schedule: the learning rates that it has set last (2.13). What makes the name unnecessary:
 # a way to set them beside `get_last_lr`.
 LAST_RATES = "_last_lr"
+IN_GIVEN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False}  # an option of the compiler (2.13)
 
 
 @contextmanager
@@ -59,6 +60,54 @@ def compiling_layers(variants: int, code: str, folder: Callable[[], str]) -> Ite
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def in_given_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile`, by which memory does not depend on the first micro-batch.
+
+    By default the compiler (2.13) compares orders of the operations by the sizes of its first inputs, and
+    keeps one for all others. What makes this unnecessary: an order that is the best for all.
+    """
+    import torch
+
+    return torch.compile(function, options=IN_GIVEN_ORDER)
+
+
+def without_kernels(graph: Any, inputs: Sequence[Any]) -> Any:
+    """A backend of `torch.compile` whose code allocates and frees as that of `in_given_order`, on a CPU.
+
+    It is the same code, but what it calls is neither compiled nor does anything, so that tensors may be fake.
+    Caches of graphs are neither read nor written. What makes this unnecessary: a compiler that says what its
+    code allocates (2.13 does not).
+    """
+    import torch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    def generate(*args: Any, **settings: Any) -> Any:
+        with patched(GraphLowering, "compile_to_module", _generated):
+            return compile_fx_inner(*args, **settings)
+
+    alone = dict(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, inputs, generate, config_patches=alone | IN_GIVEN_ORDER)
+
+
+def _generated(graph: Any) -> Any:
+    """The module with the code of a graph, for `without_kernels`."""
+    import torch
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    key, path = PyCodeCache.write(graph.codegen()[0].value, "without kernels")  # not that of a run
+    graph.cache_key, graph.cache_path, graph.cache_linemap = key, path, []
+    with patched(AsyncCompile, "cpp_pybinding", lambda *_: lambda *arguments: None):
+        module: Any = PyCodeCache.load_by_key_path(key, path, attrs=dict(graph.constants))
+    module.empty_strided_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    module.reinterpret_tensor = lambda tensor, size, stride, offset: tensor.as_strided(
+        size, stride, tensor.storage_offset() + offset
+    )
+    return module
 
 
 def mark_dynamic(tensor: Any, *dimensions: int) -> None:

@@ -18,6 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 from sft_play.model.attention.varlen import kernel_dtype, offsets_of, takes_one_call
 from sft_play.upstream.torch import cpu_attention, cpu_attention_gradients, mark_dynamic
 
+Offsets = Sequence[int]  # where rows begin, and the last one ends
+
 
 class Rows:
     """The joined rows of a micro-batch, as a compiled layer gets them.
@@ -74,9 +76,9 @@ def attend_joined(
     return out[None]
 
 
-def _each_row(tensors: Sequence[Tensor], offsets: Tensor) -> Iterator[list[Tensor]]:
+def _each_row(tensors: Sequence[Tensor], offsets: Offsets) -> Iterator[list[Tensor]]:
     """Of tensors of [tokens, heads, head_dim] those of each row, as [1, heads, tokens, head_dim]."""
-    for begin, end in itertools.pairwise(offsets.tolist()):
+    for begin, end in itertools.pairwise(offsets):
         yield [tensor[begin:end].transpose(0, 1)[None] for tensor in tensors]
 
 
@@ -95,15 +97,42 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([row[0].transpose(0, 1) for row in rows])
 
 
-@library.custom_op("sft_play::attend_joined", mutates_args=(), device_types="cpu")
-def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, scale: float | None
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The output, as the query, and logarithms of the sums of exponentials, [heads, tokens]."""
     rows = _each_row((query, key, value), offsets)
     found = (cpu_attention(q, k, v, _band(q, window), scale) for q, k, v in rows)
     outs, sums = zip(*found, strict=True)
     return _joined(outs), torch.cat([each[0] for each in sums], 1)
+
+
+def gradients_of_rows(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    offsets: Offsets,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, [tokens, heads, head_dim]."""
+    rows = _each_row((grad, query, key, value, out, sums.T[..., None]), offsets)
+    found = [
+        cpu_attention_gradients(g, q, k, v, o, lse[..., 0], _band(q, window), scale)
+        for g, q, k, v, o, lse in rows
+    ]
+    d_query, d_key, d_value = map(_joined, zip(*found, strict=True))
+    return d_query, d_key, d_value
+
+
+@library.custom_op("sft_play::attend_joined", mutates_args=(), device_types="cpu")
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    return attend_rows(query, key, value, offsets.tolist(), window, scale)
 
 
 @library.custom_op("sft_play::attend_joined_backward", mutates_args=(), device_types="cpu")
@@ -118,14 +147,8 @@ def _gradients_on_cpu(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, [tokens, heads, head_dim]."""
-    rows = _each_row((grad, query, key, value, out, sums.T[..., None]), offsets)
-    found = [
-        cpu_attention_gradients(g, q, k, v, o, lse[..., 0], _band(q, window), scale)
-        for g, q, k, v, o, lse in rows
-    ]
-    d_query, d_key, d_value = map(_joined, zip(*found, strict=True))
-    return d_query, d_key, d_value
+    tensors = grad, query, key, value, out, sums
+    return gradients_of_rows(*tensors, offsets.tolist(), window, scale)
 
 
 @_on_cpu.register_fake

@@ -22,36 +22,40 @@ from sft_play.files import own_folder
 from sft_play.fingerprints import installed_versions, own_code
 from sft_play.model.architecture.shape import decoder_layers
 from sft_play.model.attention import varlen
-from sft_play.model.attention.operator import Rows, attend_joined, rows_of, serves
+from sft_play.model.attention.operator import Rows, attend_joined, on_cpu, rows_of, serves
 from sft_play.model.layers.own_passes import replace_forward
 from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
-from sft_play.upstream.torch import compiling_layers, mark_dynamic
+from sft_play.upstream.torch import compiling_layers, in_given_order, mark_dynamic
 from sft_play.upstream.transformers import attention_called, recomputed
 
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
 # a process trains. A layer of more of them would compute without compilation, and PyTorch would say so.
 VARIANTS = 32
 
+Compiler = Callable[[Any], Callable[..., Any]]  # a function -> the same one compiled
 
-def compile_layers(model: Any) -> None:
+
+def compile_layers(model: Any, compiler: Compiler | None = None) -> None:
     """Lets each decoder layer of a model, or of one with an adapter around it, compute by compiled code.
 
     The first training step compiles it, once for all layers that are alike and for all lengths.
     """
-    for layer, forward in compiled_forwards(model).items():
+    for layer, forward in compiled_forwards(model, compiler).items():
         replace_forward(layer, forward)
 
 
-def compiled_forwards(model: Any) -> dict[torch.nn.Module, Any]:
+def compiled_forwards(model: Any, compiler: Compiler | None = None) -> dict[torch.nn.Module, Any]:
     """Decoder layer -> the function by which it computes with compiled code; the model is left as it is."""
+    # on a GPU, nothing else was measured than PyTorch's defaults
+    compiler = compiler or (in_given_order if on_cpu(next(model.parameters())) else torch.compile)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     lasting(compiling_layers, VARIANTS, f"{own_code()} {installed_versions()}", _kept_code)
     lasting(attention_called, (varlen.NAME, varlen.LIBRARY_NAME), _attention)
     found = dict[torch.nn.Module, Any]()
     for layer in decoder_layers(base)[2]:
         kind: Any = type(layer)
-        found[layer] = MethodType(_compiled(kind), layer)
+        found[layer] = MethodType(_compiled(kind, compiler), layer)
     return found
 
 
@@ -101,14 +105,14 @@ def _between_graphs(call: Callable[..., tuple[torch.Tensor, None]], rows: Rows) 
 
 
 @cache
-def _compiled(kind: Any) -> Callable[..., Any]:
+def _compiled(kind: Any, compiler: Compiler) -> Callable[..., Any]:
     """The forward pass of layers of a class; they are recomputed where transformers says so."""
     # later versions of transformers wrap it, earlier ones recompute what calls it
     wrapped = issubclass(kind, GradientCheckpointingLayer) and "__call__" not in vars(
         GradientCheckpointingLayer
     )
     own = kind.forward.__wrapped__ if wrapped else kind.forward
-    compiled = torch.compile(own)
+    compiled = compiler(own)
 
     def compute(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -10,6 +10,7 @@ not been measured.
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any
@@ -110,6 +111,7 @@ def _rotates_as_llama(forward: FunctionType) -> bool:
     )
 
 
+@cache  # one function for all models, whose compiled code serves them all
 def _with_rotation(forward: FunctionType, rotate: object) -> FunctionType:
     """The same function with another `apply_rotary_pos_emb`; others that call that one are not touched."""
     names = forward.__globals__ | {"apply_rotary_pos_emb": rotate}

@@ -18,6 +18,7 @@ from sft_play.planning.candidates.drafts import choose_precision
 from sft_play.reasons.method import CompiledLayers, Unproven
 from sft_play.reasons.reason import Reason
 from sft_play.sizing.facts.architecture import Architecture
+from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 
 
@@ -118,10 +119,11 @@ def compiled_reasons(
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
         return [CompiledLayers("float8")]
+    traced = StepSpec.of(config, plan).compiled
     if config.train.asks_compile:
-        return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
+        return [CompiledLayers("on", traced), *_float8_off(config, plan, architecture)]
     if plan.compile:
-        return [CompiledLayers("timed"), *_float8_off(config, plan, architecture)]
+        return [CompiledLayers("timed", traced), *_float8_off(config, plan, architecture)]
     if not may_compile(config, plan, architecture, images=images):
         return []
     return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]

@@ -5,39 +5,45 @@ mode); all other sizes follow exactly. Traces are kept on disk by content, so no
 whatever machine a plan is for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain, combinations, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
-
-import numpy as np
 
 from sft_play.cache import cache_dir, entry
 from sft_play.choices.kernels import Capability
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
-from sft_play.errors import UntraceableModel
+from sft_play.errors import UntraceableModel, first_line
 from sft_play.machine.process import importing_libraries
 from sft_play.parts import RECOMPUTED, Activations
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing.estimate import memory
 from sft_play.sizing.estimate.budget import DeviceBudget
-from sft_play.sizing.estimate.memory import Counts, SizedStep, scaled_step
+from sft_play.sizing.estimate.memory import SizedStep, scaled_step
 from sft_play.sizing.estimate.micro_batches import anywhere, heaviest, with_held
 from sft_play.sizing.estimate.mixed_step import mixed_step
+from sft_play.sizing.estimate.samples import (
+    SMALLEST,
+    Size,
+    basis,
+    counts_of,
+    kind_of,
+    more_samples,
+    of_size,
+    resized,
+    samples,
+    size_of,
+)
 from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.facts.model_facts import require_packable
-from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
+from sft_play.sizing.step import MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace.files import load_trace, save_trace
 from sft_play.timeline import LayersDiffer, Step, StepTrace
+from sft_play.ui.console import warn
 from sft_play.work import Work, WorkLine, mixed
-
-# Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
-SMALLEST = 2
-
-Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
 
 _SHARED: dict[str, "Traces"] = {}
 
@@ -49,104 +55,6 @@ def shared_traces(config: AnyArchitecture, threads: int = 1) -> "Traces":
     return _SHARED.setdefault(f"{folder} {threads} {architecture.text}", made)
 
 
-def kind_of(spec: StepSpec) -> str:
-    """A key that is equal for steps whose block sizes are linear in their size and supervised tokens."""
-    alike = resized(spec, 0)
-    if spec.eval_batch is None or spec.eval_share is not None:  # else the evaluation depends on the share
-        alike = replace(alike, supervised_share=0.0)
-    return repr((alike, spec.tiles))
-
-
-def size_of(spec: StepSpec) -> Size:
-    """What tells a step from others of its kind."""
-    return spec.batch.size, spec.supervised_share
-
-
-def of_size(spec: StepSpec, size: Size) -> StepSpec:
-    """The step of the same kind that has this size."""
-    return replace(resized(spec, size[0]), supervised_share=size[1])
-
-
-def resized(spec: StepSpec, size: int) -> StepSpec:
-    """The same step with as many rows or, if they are joined, tokens."""
-    return replace(spec, batch=spec.batch.of_size(size))
-
-
-def counts_of(spec: StepSpec) -> Counts:
-    """What the blocks of a step grow by: the rows or tokens of its micro-batch, and its supervised tokens."""
-    return spec.batch.size, spec.supervised(spec.batch)
-
-
-def samples(spec: StepSpec, known: Iterable[Size], *, plane: bool = False) -> Iterator[StepSpec]:
-    """The steps to trace, one after the other, until the traces of its kind give this step.
-
-    Beside the first step that is known, one of another size and the same supervised share gives the growth of
-    blocks along a line; if `spec` has another share or a `plane` is asked for, one with another share gives
-    the rest of it. Without any known size, there is nothing to begin with.
-    """
-    base = next((of_size(spec, size) for size in known if size[0] >= SMALLEST), None)
-    if base is None:
-        return
-    yield _distant(base)
-    if plane or spec.supervised_share != base.supervised_share:
-        shares = (spec.supervised_share, *(steps / SHARES for steps in range(1, SHARES)))
-        others = (replace(base, supervised_share=share) for share in shares)
-        alike = (other for other in others if kind_of(other) == kind_of(base))
-        yield from [other for other in alike if counts_of(other) != counts_of(base)][:1]
-
-
-def more_samples(spec: StepSpec) -> Iterator[StepSpec]:
-    """What to trace if `samples` did not do: two of three sizes are likely to have the same structure."""
-    first, second, third = (resized(spec, max(SMALLEST, spec.batch.size) + more) for more in range(3))
-    yield from (first, _distant(first), second, third)
-
-
-def _distant(spec: StepSpec) -> StepSpec:
-    """A step of the same kind and share that is far enough away for the two to give the slopes of a line.
-
-    In steps of SHARES, supervised tokens and halves of sequences are whole numbers, so slopes are exact.
-    """
-    size = spec.batch.size
-    distance = max(SHARES, size // 2 // SHARES * SHARES)
-    while distance:
-        for other in (resized(spec, size + distance), resized(spec, size - distance)):
-            if other.batch.size >= SMALLEST and kind_of(other) == kind_of(spec):
-                return other
-        distance = distance // 2 // SHARES * SHARES
-    return resized(spec, size + max(SMALLEST, size // 2))
-
-
-def basis(spec: StepSpec, known: Mapping[Size, StepTrace], *, plane: bool = False) -> list[Size]:
-    """The traces that this step follows from, which have the same structure; [] if there are none.
-
-    Three that are not on a line give the steps of any size and share, two of one share those of that share,
-    unless a `plane` is asked for. Those of a run's own micro-batches, whose slopes are rounded, come last, so
-    that a plan is the same whether they are known already or not.
-    """
-    sizes = [size for size in known if size[0] >= SMALLEST]
-    sampled = [size for size in sizes if is_sampled(size[1])]
-    alike = [size for size in sizes if size[1] == spec.supervised_share and not plane]
-    candidates = chain(combinations(sampled, 3), combinations(alike, 2), combinations(sizes, 3))
-    for found in candidates:
-        if len(found) == 3 and not _spans_plane(spec, found):
-            continue
-        first, *others = (known[size] for size in found)
-        if all(first.same_structure(other) for other in others):
-            return list(found)
-    return []
-
-
-def is_sampled(share: float) -> bool:
-    """Whether a supervised share is one of those that `samples` and bounds of micro-batches have."""
-    return round(share * SHARES, 6).is_integer()
-
-
-def _spans_plane(spec: StepSpec, sizes: Iterable[Size]) -> bool:
-    """Whether the counts of three such steps are not on a line."""
-    counts = np.array([counts_of(of_size(spec, size)) for size in sizes])
-    return bool(np.linalg.det(counts[1:] - counts[0]).round())
-
-
 class Traces:
     """Traces steps on demand, until a few traces of a kind of step give all others of that kind."""
 
@@ -156,6 +64,7 @@ class Traces:
         self.count = 0  # of steps that were traced, not read
         self._kinds: dict[str, dict[Size, StepTrace]] = {}
         self._all_layers: dict[bool, bool] = {}  # whether fewer did not do, by whether tensors are divided
+        self._generates = True  # whether the compiler's code can be traced, as far as is known
         self._gpus: dict[tuple[str, str, Capability], Capability] = {}  # whose traces serve others
         # kept, since finding out may take a while; by whether tensors are divided
         self._untraceable: dict[bool, UntraceableModel] = {}
@@ -163,9 +72,21 @@ class Traces:
     def step(self, spec: StepSpec) -> Step:
         """The step of this micro-batch, traced or derived from other traces.
 
+        One with compiled layers for which no code can be generated takes at most what it takes without them.
+
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
+        if spec.compiled and self._generates:
+            try:
+                return self._any_step(spec)
+            except UntraceableModel as error:
+                self._generates = False
+                why = first_line(error.__cause__ or error)
+                warn(f"compiled layers cannot be traced ({why}); memory is predicted for others")
+        return self._any_step(replace(spec, compiled=False))
+
+    def _any_step(self, spec: StepSpec) -> Step:
         if spec.sharing.divided in self._untraceable:
             raise self._untraceable[spec.sharing.divided]
         spec = self._on_device(spec)
@@ -221,7 +142,7 @@ class Traces:
 
         If it is asked for at these `tokens` alone, and the step has as many, a single trace will do.
         """
-        spec = self._on_device(spec).without_lengths()
+        spec = replace(self._on_device(spec).without_lengths(), compiled=False)
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
         known, exact = self._known(spec), tokens == spec.tokens and spec.batch.size >= SMALLEST
@@ -272,7 +193,8 @@ class Traces:
             whole = self._all_layers.get(spec.sharing.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            self._untraceable[spec.sharing.divided] = error
+            if not spec.compiled:
+                self._untraceable[spec.sharing.divided] = error
             raise
         self._add(spec, trace)
         self.count += 1

@@ -104,7 +104,9 @@ def inside_kernels(threads: int, scratch: Rules = ()) -> dict[Any, Callable[...,
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     products = {
-        getattr(torch.ops.aten, name).default: partial(scratch_of_products, rule) for name, rule in scratch
+        getattr(getattr(torch.ops.aten, name), overload): partial(scratch_of_products, rule)
+        for name, rule in scratch
+        for overload in ("default", "out")
     }
     return {
         **{func: partial(cast_operands, func) for func in MIXING},

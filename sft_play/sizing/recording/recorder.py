@@ -76,6 +76,11 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         """Leaves the handler unwrapped: nothing is compiled here, and each call of a wrapper takes time."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets the compiler compile within it, unseen; what its code does then is recorded."""
+        return True
+
     def __enter__(self) -> Self:
         """Looks for the mode that makes fake results."""
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -179,6 +184,15 @@ class AllocationRecorder(Counts, TorchDispatchMode):
             yield
         finally:
             self.term = before
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within this context, results are left unrecorded."""
+        before, self.is_silent = self.is_silent, True
+        try:
+            yield
+        finally:
+            self.is_silent = before
 
     @contextmanager
     def placing(self, *, in_ram: bool) -> Iterator[None]:

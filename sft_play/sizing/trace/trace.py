@@ -17,6 +17,7 @@ from sft_play.model.attention.sequence_parallel import KEY, part_of_group
 from sft_play.model.attention.table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.layers import inputs_in_ram
+from sft_play.model.layers.compilation import compile_layers
 from sft_play.model.layers.loss_head import add_loss_head, token_loss
 from sft_play.model.layers.recomputation import recompute
 from sft_play.model.layers.tiled_mlp import tile_mlps
@@ -32,6 +33,7 @@ from sft_play.sizing.kernels.simulation import (
 from sft_play.sizing.recording.fake_results import KeepingFakeMode
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace.compiled import generating, joined_in_graphs
 from sft_play.sizing.trace.fake_model import (
     attach,
     layer_of_modules,
@@ -106,9 +108,15 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
     recorder = _recorder(SymbolicRecorder, spec)
-    with _group_of(spec), few_tiles(recorder), attributed_loss(recorder):
+    with _group_of(spec), few_tiles(recorder), attributed_loss(recorder), joined_in_graphs(recorder):
         materialise(model, layers, recorder)
         _set_up(model, spec)
+        if spec.compiled:
+            compile_layers(model, generating(model.config.to_json_string()))
+            with recorder, recorder.silent():
+                forward(model, make_batch(spec, look=Look.of(model.config)), spec).backward()
+            held = torch.empty(spec.batch.shape[1], dtype=torch.int64)  # the first positions, by the compiler
+            recorder.add(held, "temporaries")
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         for parameter in trained_parameters(model):
             parameter.register_post_accumulate_grad_hook(lambda _: recorder.mark_gradient())

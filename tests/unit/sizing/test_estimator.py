@@ -10,7 +10,8 @@ from sft_play.errors import ConfigError
 from sft_play.sizing import step
 from sft_play.sizing.estimate import estimator as sizing_estimator
 from sft_play.sizing.estimate.budget import device_budget
-from sft_play.sizing.estimate.estimator import estimator, is_sampled
+from sft_play.sizing.estimate.estimator import estimator
+from sft_play.sizing.estimate.samples import is_sampled
 from sft_play.sizing.step import SHARES
 from sft_play.sizing.trace import trace
 from sft_play.units import GIB

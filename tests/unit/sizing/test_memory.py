@@ -11,8 +11,8 @@ from sft_play.sizing.estimate.budget import (
     device_budget,
     guard,
 )
-from sft_play.sizing.estimate.estimator import basis
 from sft_play.sizing.estimate.memory import SizedStep, estimate, scaled_step
+from sft_play.sizing.estimate.samples import basis
 from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import step_of
