@@ -263,6 +263,7 @@ def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches
     else:
         spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
         spec = replace(spec, eval_share=None, fits=batches.most_fits)
+    spec = replace(spec, compiled=False)  # which takes more; to generate code takes seconds
     return [SizedStep(with_held(traces.step(spec), spec, plan, batches, None, evaluated))]
 
 

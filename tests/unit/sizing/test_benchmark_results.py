@@ -148,6 +148,12 @@ def test_the_context_of_a_measured_gpu_is_what_its_steps_took_at_most():
     assert 0 <= budget.CONTEXTS[9, 0] - most < MIB
 
 
+def test_drawn_runs_with_compiled_layers_took_what_was_predicted():
+    result = results_of("compiled_drawn_cpu.json")
+    assert len(result["rows"]) > 10
+    assert all(abs(row["error"]) <= result["target"] for row in result["rows"])
+
+
 def test_what_compiled_layers_are_expected_to_cost_and_gain_is_what_they_did_on_a_gpu():
     turns = results_of("gpu/NVIDIA-H200-x1.json")["turns"]
     own, compiled = (

@@ -9,6 +9,7 @@ from benchmarks.small_models import WIDE, small_config
 from benchmarks.steps import step_of
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.machine.gpus import detect
+from sft_play.plan import Plan
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
@@ -80,10 +81,15 @@ def test_without_generated_code_a_step_takes_at_most_what_it_takes_without_compi
 
 @pytest.mark.thorough
 def test_a_plan_for_a_cpu_has_the_memory_of_compiled_layers_and_says_so():
-    config = RunConfig.model_validate(
-        {"model": {"name": "x"}, "data": {"train_path": "none"}, "train": {"compile": True}}
-    )
     model, rows = Architecture.of(small_config("llama", SIZES)), DataFacts.full_rows(64, 0)
-    plan = fastest_plan(Request(config, model, rows, replace(detect(), gpus=()), 1))
+
+    def planned(compile: bool) -> Plan:
+        train = {"compile": compile, "mixed_precision": "no", "gradient_checkpointing": False}
+        tree = {"model": {"name": "x", "dtype": "float32"}, "data": {"train_path": "none"}, "train": train}
+        config = RunConfig.model_validate(tree)
+        return fastest_plan(Request(config, model, rows, replace(detect(), gpus=()), 1))
+
+    plan, plain = planned(True), planned(False)
     assert any("; memory is that of the code which the compiler generates, " in line for line in plan.why)
-    assert StepSpec.of(config, plan).compiled
+    assert plan.memory.peak_bytes < 0.97 * plain.memory.peak_bytes
+    assert plan.batch == plain.batch and plan.step_seconds == plain.step_seconds
