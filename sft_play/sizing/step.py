@@ -324,10 +324,11 @@ class StepSpec:
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             kernels=plan.kernels,
-            # what is generated for a GPU, divided or in float8 was not compared with what runs there
+            # what is generated for a GPU, several processes or float8 was not compared with what runs there
             compiled=plan.compile
             and plan.device == "cpu"
-            and not (engine.shards_weights or config.train.float8),
+            and shared.world_size == 1
+            and not config.train.float8,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),
