@@ -13,7 +13,7 @@ from tests.integration.test_vision_run import ROWS, image_rows
 from tests.jobs import make_job
 from tests.vision_models import model_folder
 
-pytestmark = [pytest.mark.integration, pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 KINDS = {
     "smolvlm": {"mode": "full", "vision": "full"},
     "gemma": {"mode": "lora", "vision": "lora"},

@@ -52,7 +52,7 @@ def work(rank, folder):
             name: grad.full_tensor() if engine == "fsdp2" else grad for name, grad in gradients(model).items()
         }
         torch.save(whole, f"{folder}/{kind} {engine} {vision} {rank}")
-    dist.barrier()
+        dist.barrier()  # neither frees what the other still waits for
     dist.destroy_process_group()
 
 
