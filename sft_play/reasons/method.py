@@ -217,7 +217,7 @@ class CompiledLayers(Reason):
         why = "since steps timed on this device were faster" if timed else "as set in the config"
         memory = f"predicted for layers that {not_so}"
         if self.traced:
-            memory = "that of the code which the compiler generates"
+            memory = "that of the code which the compiler generates, unless a warning says otherwise"
         return (
             f"layers are compiled{also}, {why}; memory is {memory}, "
             "seconds on a GPU with element-wise operations fused; the first step takes longer"

@@ -108,7 +108,8 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
     recorder = _recorder(SymbolicRecorder, spec)
-    with _group_of(spec), few_tiles(recorder), attributed_loss(recorder), joined_in_graphs(recorder):
+    in_graphs = joined_in_graphs(recorder) if spec.compiled else nullcontext()
+    with _group_of(spec), few_tiles(recorder), attributed_loss(recorder), in_graphs:
         materialise(model, layers, recorder)
         _set_up(model, spec)
         if spec.compiled:
