@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count, islice, takewhile
@@ -230,9 +230,14 @@ def measure_all(runs: list[RandomRun], meter: Path, folder: Path, log: Path, unt
     path, engine, world = folder / "runs.json", engine_of(runs[0].engine), runs[0].world_size
     path.write_text(json.dumps([asdict(run) for run in runs]))
     own = ("-m", "benchmarks.random_runs", "--work", str(path), "--lines", str(log), "--until", str(until))
+    launched(own, meter, folder, engine.name, world)
+
+
+def launched(own: Sequence[str], meter: Path, folder: Path, engine: str, processes: int) -> None:
+    """Runs Python with these arguments as each process of an engine, with the meter, without a GPU or the Hub."""
     argv, environment = (sys.executable, *own), dict[str, str]()
-    if world > 1:
-        launch = launch_command(own, engine=engine.name, device="cpu", processes=world, cores=world)
+    if processes > 1:
+        launch = launch_command(own, engine=engine, device="cpu", processes=processes, cores=processes)
         argv, environment = launch.argv, launch.environment
     subprocess.run(
         argv,

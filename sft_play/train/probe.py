@@ -104,13 +104,12 @@ def expected_phases(plan: Plan, sizes: Sequence[int]) -> dict[str, int]:
     """The predicted peak of each phase for the step of a probe; {} if its batches are unknown.
 
     A run's trainer holds all batches of a step, the probe only those of these `sizes`, in bytes; and none in
-    an evaluation. Where batches are copied (`with_held`), its loader keeps the last one as it was, too.
+    an evaluation.
     """
     found = plan.memory.highest if plan.memory else None
     if found is None:
         return {}
-    copied = plan.device == "cpu" and plan.sharing.world_size > 1
-    others = sum(sizes[1:]) + copied * sizes[-1]
+    others = sum(sizes[1:])
     fewer = {"forward": found.held - others, "backward": found.held - others}
     fewer |= {"optimizer": found.held_after - others, "evaluation": found.held_after}
     return {phase: size - fewer.get(phase, 0) for phase, size in found.phases.items()}

@@ -45,7 +45,7 @@ from sft_play.train.trackers import trackers
 from sft_play.train.trainer import PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 from sft_play.ui.progress import LOADING, spinner
-from sft_play.upstream.accelerate import state_of_a_run
+from sft_play.upstream.accelerate import state_of_a_run, without_number
 from sft_play.upstream.patching import lasting
 from sft_play.vision.ahead import PicturesAhead
 from sft_play.vision.batches import with_pictures
@@ -249,9 +249,14 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
 
 
 class Arguments(SFTConfig):
-    """TRL's; the trainer gets a model that is where it belongs."""
+    """TRL's; the trainer gets a model that is where it belongs, and so are the batches of a CPU."""
 
     place_model_on_device = False  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """What TRL's does, and the name of the device."""
+        super().__post_init__()
+        without_number(self)
 
 
 def sft_config(

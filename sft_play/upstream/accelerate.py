@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play.upstream.patching import patched
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 def forget_state() -> None:
@@ -35,6 +38,18 @@ def state_of_a_run() -> Iterator[None]:
         for kind, before in kept:
             kind._shared_state.clear()
             kind._shared_state.update(before)
+
+
+def without_number(args: "TrainingArguments") -> None:
+    """Gives the CPU of several processes no number, so that batches stay where they are.
+
+    accelerate calls it "cpu:0" (1.15), and torch copies each tensor that is moved there, since its own device is
+    "cpu". What makes this unnecessary: an accelerate that does not.
+    """
+    import torch
+
+    if args.device.type == "cpu":
+        args.distributed_state.device = args._setup_devices = torch.device("cpu")
 
 
 def place_of_forward(module: Any) -> str:

@@ -549,6 +549,12 @@ def test_ddp_looks_for_no_unused_parameters_and_keeps_gradients_once(ddp):
     }  # fmt: skip
 
 
+def test_batches_are_computed_where_they_are(ddp):
+    """torch copies a tensor of the CPU that is moved to the first CPU, as accelerate calls it."""
+    found = json.loads((ddp / "looked" / "seen.0.json").read_text())
+    assert (found["device"], found["copies"]) == ("cpu", False)
+
+
 def test_each_row_reaches_one_rank_once_an_epoch(ddp):
     seen = [json.loads((ddp / "looked" / f"seen.{rank}.json").read_text())["rows"] for rank in range(2)]
     assert [len(batches) for batches in seen] == [9, 9]  # 3 steps x 3 micro-batches

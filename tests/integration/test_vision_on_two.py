@@ -58,10 +58,10 @@ def test_two_processes_learn_from_images_what_one_does(engine, folder, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_probes_measure_what_was_predicted(engine, folder, kind):
-    """Never more; less where a copy of a batch, which only CPUs have, does not stay for the backward pass."""
+    """In the phase that decides; in an update, less than that may be there."""
     for rank in (0, 1):
         found = json.loads((folder / f"{engine}-probed-{kind}" / f"probed.{rank}.json").read_text())
         measured, predicted = found["measured"], found["predicted"]
-        assert measured["forward"] == pytest.approx(predicted["forward"], rel=1e-3)
-        assert 0.95 * predicted["backward"] < measured["backward"] < 1.001 * predicted["backward"]
-        assert measured["optimizer"] < 1.001 * predicted["optimizer"]
+        for phase in ("forward", "backward"):
+            assert measured[phase] == pytest.approx(predicted[phase], rel=1e-3)
+        assert measured["optimizer"] < 1.001 * max(predicted.values())

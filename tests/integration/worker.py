@@ -49,7 +49,7 @@ def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
 
 
 def look(job: Job) -> dict[str, Any]:
-    """The rows of each micro-batch that this rank would learn from, and how DDP is set up."""
+    """The rows of each micro-batch that this rank would learn from, how DDP is set up, and what is copied."""
     trainer = prepare_session(job).trainer
     ddp = trainer.accelerator.prepare(trainer.model)
     kept = (
@@ -59,10 +59,14 @@ def look(job: Job) -> dict[str, Any]:
         "static_graph",
         "bucket_bytes_cap",
     )
+    batches = list(trainer.get_train_dataloader())
+    first = batches[0]["input_ids"]
     return {
+        "copies": trainer._prepare_input(first).data_ptr() != first.data_ptr(),
+        "device": str(trainer.accelerator.device),
         "rows": [
             [row.tolist() for row in batch["input_ids"][0].split(batch["sequence_lengths"])]
-            for batch in trainer.get_train_dataloader()
+            for batch in batches
         ],
         "ddp": {name: getattr(ddp, name) for name in kept},
     }

@@ -230,6 +230,7 @@ WRITTEN = [
         "transformers.core_model_loading:convert_and_load_state_dict_in_model",
         "model._weight_conversions =",
     ),
+    ("_setup_devices", "transformers:TrainingArguments", "return self._setup_devices"),
     ("_old_forward", "accelerate.hooks:add_hook_to_module", "module._old_forward = old_forward"),
     ("_hf_hook", "transformers.integrations.accelerate:load_offloaded_parameter", "_hf_hook.weights_map"),
     ("weights_map", "transformers:PreTrainedModel.save_pretrained", "load_offloaded_parameter("),

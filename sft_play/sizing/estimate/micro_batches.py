@@ -81,9 +81,6 @@ def with_held(
 ) -> Step:
     """A step of a run, with the batches that the trainer holds beside the one that the step is of.
 
-    Of several processes on a CPU, each has the device "cpu:0" (accelerate's `set_device`), and a tensor that
-    is moved there is copied, though it is there: the batch that is computed is there twice.
-
     Args:
         step: the step.
         spec: its description.
@@ -94,16 +91,11 @@ def with_held(
     """
     most = (batches.held or spec.tokens * (plan.batch.accumulation + 1)) - spec.tokens
     ahead = evaluated.held if evaluated else math.prod(spec.evaluated.shape)
-    copies = int(plan.device == "cpu" and plan.sharing.world_size > 1)
     sizes = [(max(0, most) if micro is None else micro.held), max(0, most), ahead]
-    sizes += [copies * spec.tokens, copies * math.prod(spec.evaluated.shape)]
-    own, own_eval = (sum(fit.units for fit in fits) for fits in (spec.fits, spec.eval_fits))
-    most_units = max(0, batches.held_units - own)
+    most_units = max(0, batches.held_units - sum(fit.units for fit in spec.fits))
     units = [most_units if micro is None else micro.held_units, most_units]
-    units += [evaluated.held_units if evaluated else 0, copies * own, copies * own_eval]
+    units += [evaluated.held_units if evaluated else 0]
     phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]
-    # a copy with pictures may stay for the backward pass: a tower that is trained keeps it
-    phases += [("forward", "backward" if spec.fits else "forward"), ("evaluation", "evaluation")]
     held = map(batches.bytes_of, sizes, units)
     return step.with_buffers(
         *(Buffer("activations", size, *ends) for size, ends in zip(held, phases, strict=True))
