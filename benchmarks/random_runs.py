@@ -234,7 +234,7 @@ def measure_all(runs: list[RandomRun], meter: Path, folder: Path, log: Path, unt
 
 
 def launched(own: Sequence[str], meter: Path, folder: Path, engine: str, processes: int) -> None:
-    """Runs Python with these arguments as each process of an engine, with the meter, without a GPU or the Hub."""
+    """Runs Python with these arguments as each process of an engine, with the meter; no GPU, no Hub."""
     argv, environment = (sys.executable, *own), dict[str, str]()
     if processes > 1:
         launch = launch_command(own, engine=engine, device="cpu", processes=processes, cores=processes)

@@ -43,8 +43,8 @@ def state_of_a_run() -> Iterator[None]:
 def without_number(args: "TrainingArguments") -> None:
     """Gives the CPU of several processes no number, so that batches stay where they are.
 
-    accelerate calls it "cpu:0" (1.15), and torch copies each tensor that is moved there, since its own device is
-    "cpu". What makes this unnecessary: an accelerate that does not.
+    accelerate calls it "cpu:0" (1.15), and torch copies each tensor that is moved there, since its own device
+    is "cpu". What makes this unnecessary: an accelerate that does not.
     """
     import torch
 
