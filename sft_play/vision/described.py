@@ -61,7 +61,7 @@ def described_picture(
     found = json.loads(settings) if settings else published_settings(config)
     try:
         recipe = recipe_with(kind, config, processor(**found), max_pixels)
-        fit = recipe.fit(height, width)
+        fit = recipe.family.fit(height, width)
     except (Unsuitable, ValueError) as problem:
         raise ConfigError(f"pictures of {width} x {height} pixels: {problem}") from None
     around = re.findall(r"<[^<>]+>|\n+", recipe.family.bare_text(fit))

@@ -23,13 +23,12 @@ def pictures_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
 
 def rooted(messages: Sequence[Message], folder: Path) -> tuple[Message, ...]:
     """Messages of rows that were prepared in `folder`, whose pictures are found from anywhere."""
-    found = []
-    for message in messages:
-        if "images" in message:
-            images = [{**one, "path": str(folder / one["path"])} for one in message["images"]]
-            message = {**message, "images": images}
-        found.append(message)
-    return tuple(found)
+
+    def moved(message: Message) -> Message:
+        images = [{**one, "path": str(folder / one["path"])} for one in message.get("images", ())]
+        return {**message, **({"images": images} if images else {})}
+
+    return tuple(map(moved, messages))
 
 
 def expanded(
@@ -101,8 +100,6 @@ def repeated(
             f"the row has {len(places)} tokens {recipe.family.image} in place of {len(runs)}: it stands for "
             "images, so no text may have it; data.control_tokens=escape spells it as ordinary text"
         )
-    if not runs:
-        return ids, labels
     counts = np.ones(len(ids), np.int64)
     counts[places] = runs[: len(places)]
     labels = labels.copy()

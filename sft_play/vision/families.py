@@ -153,14 +153,8 @@ class Recipe:
 
     family: Patches | Tiles | OneSize
     image_token_id: int
-    processor: str
-    """The class of transformers that resizes and normalizes with Pillow, e.g. Qwen2VLImageProcessorPil."""
-    settings: str
-    """Those of the processor, as JSON, with data.image_max_pixels."""
-
-    def fit(self, height: int, width: int) -> Fit:
-        """From the size of a picture alone, in pixels; ValueError, a sentence, if the model refuses it."""
-        return self.family.fit(height, width)
+    processor: str  # the class of transformers that resizes and normalizes with Pillow
+    settings: str  # of the processor, as JSON, with data.image_max_pixels
 
 
 def _with_longest_edge(height: int, width: int, longest: int) -> tuple[int, int]:

@@ -1,15 +1,12 @@
 """References in rows -> pictures: files are found, sizes read, and bytes kept that no file has."""
 
-import base64
-import binascii
 import hashlib
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import unquote_to_bytes, urlsplit
-from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib import request
+from urllib.parse import urlsplit
 
 from PIL import __version__ as PIL_VERSION
 
@@ -24,6 +21,10 @@ from sft_play.vision.types import FOLDER, Picture
 
 URL_SECONDS, URL_BYTES, PART_BYTES = 30.0, 32 << 20, 1 << 16
 WEB = ("http", "https")
+OF_THE_WEB = (  # which leads to no file, and to no other protocol
+    *(request.ProxyHandler, request.HTTPHandler, request.HTTPSHandler, request.HTTPRedirectHandler),
+    *(request.HTTPErrorProcessor, request.HTTPDefaultErrorHandler, request.UnknownHandler),
+)
 TEXT_ALONE = "this model learns from text alone"
 
 
@@ -31,15 +32,11 @@ TEXT_ALONE = "this model learns from text alone"
 class Gallery:
     """Where the pictures of rows may come from, and where they are kept."""
 
-    recipe: Recipe | str = TEXT_ALONE
-    """How the model takes them, or why it takes none."""
-    allowed: Path | None = None
-    """The folder that their files have to be in; None: they are in none."""
-    base: Path | None = None
-    """The folder that paths are relative to; None: that of the file of the row."""
+    recipe: Recipe | str = TEXT_ALONE  # how the model takes them, or why it takes none
+    allowed: Path | None = None  # the folder that their files have to be in; None: they are in none
+    base: Path | None = None  # the folder that paths are relative to; None: that of the file of the row
     allow_urls: bool = False
-    kept: Path = Path()
-    """The folder of the prepared rows."""
+    kept: Path = Path()  # the folder of the prepared rows
 
     @property
     def key(self) -> list[str] | None:
@@ -90,7 +87,7 @@ class Gallery:
             path = self._file(reference.removeprefix("file://"), file)
             content = read_whole(path, MAX_BYTES)
         height, width = size_of(content)
-        fit = recipe.fit(height, width)
+        fit = recipe.family.fit(height, width)
         name = str(path) if path else self._keep(content)
         return Picture(name, len(content), height, width, fit)
 
@@ -129,23 +126,10 @@ def _shown(reference: Reference) -> str:
 
 def _of_data_url(url: str) -> bytes:
     """What a data: URL holds; ValueError if it is none."""
-    head, comma, body = url.partition(",")
     try:
-        content = unquote_to_bytes(body)
-        return base64.b64decode(content, validate=True) if head.endswith(";base64") else content
-    except binascii.Error as error:
-        raise ValueError(f"its data: URL is damaged: {error}") from None
-
-
-class _OnlyWeb(HTTPRedirectHandler):
-    """Follows redirects within the web: to no file, and to no other protocol."""
-
-    def redirect_request(
-        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> Request | None:
-        if urlsplit(newurl).scheme not in WEB:
-            raise URLError(f"it is redirected to {newurl[:100]}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        return request.urlopen(url).read()
+    except ValueError:
+        raise ValueError("its data: URL is damaged") from None
 
 
 def downloaded(url: str) -> bytes:
@@ -155,9 +139,11 @@ def downloaded(url: str) -> bytes:
         ValueError: it takes longer, or is larger.
         OSError: it cannot be had.
     """
-    opener: OpenerDirector = build_opener(ProxyHandler(), _OnlyWeb())
-    started, content = time.monotonic(), bytearray()
-    with opener.open(Request(url, headers={"User-Agent": "sft-play"}), timeout=URL_SECONDS) as answer:
+    asked = request.Request(url, headers={"User-Agent": "sft-play"})
+    started, content, opener = time.monotonic(), bytearray(), request.OpenerDirector()
+    for handler in OF_THE_WEB:
+        opener.add_handler(handler())
+    with opener.open(asked, timeout=URL_SECONDS) as answer:
         while part := answer.read1(PART_BYTES):
             content += part
             if len(content) > URL_BYTES:

@@ -1,7 +1,6 @@
 """Messages as a chat template takes them: some take texts, some lists of parts, those for images both."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,24 +11,16 @@ WORD = "question"
 PARTS = [{"type": "image"}, {"type": "text", "text": WORD}]
 
 
-@dataclass(frozen=True)
-class Takes:
-    """What the content of a message may be for a chat template."""
-
-    texts: bool = True
-    parts: bool = False
-
-
 @cache
-def takes(template: str) -> Takes:
-    """What a template renders; those that do not speak of images are not tried.
+def takes(template: str) -> tuple[bool, bool]:
+    """Whether a template renders texts, and lists of parts; those without a word of images are not tried.
 
     Some of the others, such as that of SmolVLM, write nothing for a text.
     """
     if "image" not in template:
-        return Takes()
+        return True, False
     text, parts = (_rendered(template, content) for content in (WORD, PARTS))
-    return Takes(WORD in text or WORD not in parts, WORD in parts and "'type'" not in parts)
+    return WORD in text or WORD not in parts, WORD in parts and "'type'" not in parts
 
 
 def _rendered(template: str, content: Any) -> str:
@@ -41,17 +32,15 @@ def _rendered(template: str, content: Any) -> str:
 
 def for_template(messages: Sequence[Message], template: str) -> list[Message]:
     """The messages with parts in place of marks, or of any text, where the template takes them."""
-    known = takes(template)
-    if not known.parts:
+    texts, parts = takes(template)
+    if not parts:
         return list(messages)
-    return [_in_parts(message) if "images" in message or not known.texts else message for message in messages]
+    return [_in_parts(message) if "images" in message or not texts else message for message in messages]
 
 
 def _in_parts(message: Message) -> Message:
     parts: list[dict[str, str]] = []
-    for index, text in enumerate(
-        message["content"].split(MARK) if "images" in message else [message["content"]]
-    ):
+    for index, text in enumerate(message["content"].split(MARK)):
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": text}] if text else []
     rest = {key: value for key, value in message.items() if key != "images"}

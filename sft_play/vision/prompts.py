@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 class Pictures:
     """The pictures of some prompts or rows, which are decoded when they are given to a model."""
 
-    recipe: Recipe | None = None
-    """How the model takes them; None if there are none."""
+    recipe: Recipe | None = None  # how the model takes them; None if there are none
     of_rows: Sequence[Sequence[Picture]] = ()
-    folder: Path = Path()
-    """The folder that their paths are relative to."""
+    folder: Path = Path()  # that their paths are relative to
 
     @classmethod
     def in_rows(cls, recipe: Recipe | None, rows: "Dataset", folder: Path) -> "Pictures":

@@ -66,15 +66,11 @@ class Kind:
 
     processor: str
     family: Callable[["PretrainedConfig", Settings, int | None], Patches | Tiles | OneSize]
-    names: Mapping[str, str]
-    """Field of the family -> attribute of a tokenizer that calls its token something else."""
+    names: Mapping[str, str]  # field of the family -> attribute of a tokenizer with another name of its token
 
 
-QWEN = Kind(
-    "Qwen2VLImageProcessorPil",
-    _patches,
-    {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"},
-)
+_OF_QWEN = {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"}
+QWEN = Kind("Qwen2VLImageProcessorPil", _patches, _OF_QWEN)
 SMOLVLM = Kind(
     "SmolVLMImageProcessorPil",
     _tiles,

@@ -11,8 +11,6 @@ from sft_play.plan import Plan
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MODES = {"lora": ("lora",), "full": ("full",)}  # tuning.vision -> the modes that it is a part of
-
 
 def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, seen: bool) -> None:
     """Checks a run whose rows have images (`seen`), or have none.
@@ -31,10 +29,10 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
             f"tuning.vision={vision} trains what sees of {architecture.model_type}, but no row has an "
             "image, so it would have no gradients; set tuning.vision=frozen"
         )
-    if mode not in MODES[vision]:
+    if mode != vision:
         raise ConfigError(
-            f"tuning.vision={vision} is a part of tuning.mode={' or '.join(MODES[vision])} (found "
-            f"tuning.mode={mode}); set tuning.vision=frozen, or change one of them"
+            f"tuning.vision={vision} is a part of tuning.mode={vision} (found tuning.mode={mode}); set "
+            "tuning.vision=frozen, or change one of them"
         )
 
 
@@ -60,8 +58,7 @@ def trained_on_images(drafts: Sequence[Plan]) -> list[Plan]:
     Raises:
         ConfigError: there is none, since their engine excludes it.
     """
-    found = [draft for draft in drafts if TRAITS[draft.sharing.engine].takes_images]
-    if found or not drafts:
+    if (found := [draft for draft in drafts if TRAITS[draft.sharing.engine].takes_images]) or not drafts:
         return found
     others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
     raise ConfigError(

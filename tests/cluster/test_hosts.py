@@ -103,6 +103,7 @@ def test_two_hosts_hold_the_model_once_each_and_go_on_from_their_checkpoint(pair
     assert "a copy of the model on each of 2 machines" in done[0].out and "resuming from" in done[0].out
 
 
+@pytest.mark.slow
 def test_parts_of_checkpoints_on_disks_of_their_own_are_refused(pair, config, tmp_path):
     (config.parent / "runs").mkdir(exist_ok=True)
     started = []

@@ -38,7 +38,7 @@ def lie(tmp_path, make_cache, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_plan_is_chosen_again_by_what_a_step_took(tiny_model, tmp_path, lie, processes):
     config, profile = make_workspace(tmp_path / "work", tiny_model), lie(processes)
     words = ("train.batch_size=auto", "train.effective_batch_size=16", f"train.max_steps={STEPS}")

@@ -36,15 +36,10 @@ def config(tiny_model, tmp_path_factory):
     return make_workspace(tmp_path_factory.mktemp("streams") / "work", tiny_model)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("console", "processes"),
-    [
-        ("a closed pipe", "1"),
-        pytest.param("a closed pipe", "2", marks=pytest.mark.slow),
-        pytest.param("a full disk", "1", marks=pytest.mark.slow),
-        pytest.param("nothing", "2", marks=pytest.mark.slow),
-    ],
+    [("a closed pipe", "1"), ("a closed pipe", "2"), ("a full disk", "1"), ("nothing", "2")],
 )
 def test_a_run_whose_output_cannot_be_written_goes_on_and_its_log_keeps_the_output(
     config, console, processes

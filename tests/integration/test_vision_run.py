@@ -138,7 +138,7 @@ def train_until_killed(base, folder, data):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["smolvlm", "gemma"])
+@pytest.mark.parametrize("kind", ["smolvlm", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_a_killed_run_with_images_goes_on_bit_for_bit(kind, tmp_path):
     base, data = model_folder(kind, tmp_path / "model"), str(image_rows(tmp_path / "data"))
     whole = make_job(base, tmp_path, "whole", data=data, **WHOLE)

@@ -38,7 +38,7 @@ def test_each_is_timed_and_those_that_break_say_how(monkeypatch):
     assert "tiled RuntimeError: no such kernel" in said and "trl RuntimeError" not in said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_case_that_is_there_is_not_measured_again(tmp_path):
     words = ["--device", "cpu", "--quick", "--results", str(tmp_path)]
     assert heads.main(words) == 0

@@ -29,7 +29,7 @@ def bytes_of(traces: Traces, spec: StepSpec) -> dict[str, int]:
     return {phase: peak.bytes for phase, peak in traces.step(spec).peaks().items()}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compiled_layers_take_less_and_code_is_generated_once_for_all_sizes():
     traces = Traces(small_config("llama", SIZES))
     before = counters["stats"]["unique_graphs"]

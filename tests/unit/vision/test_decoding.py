@@ -21,7 +21,7 @@ ROTATED[0x0112] = 6
 def picture_at(path, recipe):
     content = path.read_bytes()
     height, width = size_of(content)
-    return Picture(str(path), len(content), height, width, recipe.fit(height, width))
+    return Picture(str(path), len(content), height, width, recipe.family.fit(height, width))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -139,7 +139,9 @@ def test_a_picture_of_the_prepared_folder_is_found_wherever_it_is(tmp_path):
 
 def test_pictures_survive_their_column():
     recipe = published_recipe(CONFIGS["smolvlm"])
-    one, other = (Picture(f"{size}.png", 5, *size, recipe.fit(*size)) for size in ((90, 170), (60, 60)))
+    one, other = (
+        Picture(f"{size}.png", 5, *size, recipe.family.fit(*size)) for size in ((90, 170), (60, 60))
+    )
     rows = [[], [one, other], [other], []]
     column = picture_lists(rows)
     assert [pictures_of(cell) for cell in column.to_pylist()] == rows

@@ -24,7 +24,7 @@ def test_a_described_picture_has_the_tokens_of_one_in_a_row(kind, tmp_path):
     config, recipe = config_of(kind, tokenizer), recipe_of(kind, tokenizer)
     for height, width in odd_sizes(60, SEED):
         found = described_picture(config, settings, None, height, width)
-        fit = recipe.fit(height, width)
+        fit = recipe.family.fit(height, width)
         assert found.fit == fit and found.look == Look.of(config)
         text = recipe.family.bare_text(fit)
         ids = np.array(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"])

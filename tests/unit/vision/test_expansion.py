@@ -16,7 +16,7 @@ from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.rows.images import MARK
 from sft_play.vision.expansion import cut_before
-from sft_play.vision.parts import Takes, for_template, takes
+from sft_play.vision.parts import for_template, takes
 from sft_play.vision.types import Picture
 from tests.pictures import WORDS, drawn, recipe_of, tokenizer_of
 
@@ -29,7 +29,7 @@ def chat_of(kind, **settings):
 
 
 def picture(chat, size):
-    return Picture(f"{size}.png", 1, *size, chat.recipe.fit(*size))
+    return Picture(f"{size}.png", 1, *size, chat.recipe.family.fit(*size))
 
 
 def user(chat, content, *sizes):
@@ -122,11 +122,11 @@ def test_templates_without_images_get_what_stands_around_them():
 
 
 def test_what_templates_take():
-    assert takes(WORDS["qwen"][0]) == takes(WORDS["gemma"][0]) == Takes(texts=True, parts=True)
-    assert takes(WORDS["smolvlm"][0]) == Takes(texts=False, parts=True)
-    assert takes("{% for m in messages %}{{ m.content }}{% endfor %}") == Takes()
-    assert takes("{# image #}{% for m in messages %}{{ m.content }}{% endfor %}") == Takes()
-    assert takes("image {{ raise_exception('no') }}") == Takes()
+    assert takes(WORDS["qwen"][0]) == takes(WORDS["gemma"][0]) == (True, True)
+    assert takes(WORDS["smolvlm"][0]) == (False, True)
+    assert takes("{% for m in messages %}{{ m.content }}{% endfor %}") == (True, False)
+    assert takes("{# image #}{% for m in messages %}{{ m.content }}{% endfor %}") == (True, False)
+    assert takes("image {{ raise_exception('no') }}") == (True, False)
 
 
 def test_rows_of_text_alone_are_rendered_too_by_a_template_that_takes_parts_alone():

@@ -70,7 +70,7 @@ def check(name, count, seed):
     recipe = RECIPES[name]()
     high = 800 if "large" in name else 1500
     for height, width in odd_sizes(count, seed, high):
-        fit = recipe.fit(height, width)
+        fit = recipe.family.fit(height, width)
         assert ((fit.rows, fit.columns), fit.units) == made(recipe, height, width), (height, width)
         assert fit.tokens == sum(recipe.family.runs(fit))
         assert recipe.family.text(fit).count(recipe.family.image) == len(recipe.family.runs(fit))
@@ -89,7 +89,7 @@ def test_sizes_tell_the_grid_and_the_tokens_of_500_pictures(name):
 
 def test_tokens_of_patches_are_merged_ones():
     recipe = qwen(32**2, 256**2)
-    fit = recipe.fit(101, 60)
+    fit = recipe.family.fit(101, 60)
     assert (fit.height, fit.width) == (104, 64)  # multiples of 4 pixels x 2 patches
     assert (fit.rows, fit.columns, fit.units, fit.tokens) == (26, 16, 416, 104)
 
@@ -97,7 +97,7 @@ def test_tokens_of_patches_are_merged_ones():
 @pytest.mark.parametrize("size", [(50, 90), (300, 90), (64, 64), (1000, 700)])
 def test_the_text_of_tiles_is_that_of_the_processor(size):
     recipe = tiles("smolvlm", 256)
-    fit = recipe.fit(*size)
+    fit = recipe.family.fit(*size)
     family = recipe.family
     text = family.text(fit).replace(family.image, family.image * family.tokens)
     assert text == get_image_prompt_string(
@@ -107,9 +107,9 @@ def test_the_text_of_tiles_is_that_of_the_processor(size):
 
 def test_a_picture_far_too_long_is_refused_by_patches_alone():
     with pytest.raises(ValueError, match="more than 200 times"):
-        qwen(32**2, 256**2).fit(1, 201)
-    assert tiles("smolvlm", 256).fit(1, 201).tokens
-    assert published_recipe(CONFIGS["gemma"]).fit(1, 201).tokens == 16
+        qwen(32**2, 256**2).family.fit(1, 201)
+    assert tiles("smolvlm", 256).family.fit(1, 201).tokens
+    assert published_recipe(CONFIGS["gemma"]).family.fit(1, 201).tokens == 16
 
 
 @pytest.mark.parametrize("kind", ["qwen", "smolvlm"])
@@ -117,7 +117,7 @@ def test_image_max_pixels_bounds_what_a_picture_becomes(kind):
     limit = 300**2
     recipe = published_recipe(CONFIGS[kind], limit)
     for height, width in odd_sizes(15, SEED, 900):
-        fit = recipe.fit(height, width)
+        fit = recipe.family.fit(height, width)
         assert fit.height * fit.width <= limit
         assert made(recipe, height, width)[1] == fit.units
 
