@@ -33,7 +33,7 @@ from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
-from sft_play.vision.support import require_supported, trained_on_images
+from sft_play.vision.support import require_supported, trained_on
 
 
 def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
@@ -45,8 +45,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     config, architecture, facts = request.config, request.architecture, request.facts
     device, train = request.device, config.train
     _require_kernels(request)
-    if facts.pictures.exist:
-        require_supported(config, architecture.config, seen=True)
+    require_supported(config, architecture.config, seen=facts.pictures.exist)
     if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
@@ -77,8 +76,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         padding_free=not padded,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
-    if facts.pictures.exist:
-        drafts = trained_on_images(drafts)
+    drafts = trained_on(facts.pictures, drafts)
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, with_gpus
 from sft_play.parts import Sharing
 from sft_play.plan import Device
@@ -98,8 +97,7 @@ def _with_shorter_rows(facts: DataFacts, longest: int, config: RunConfig) -> Dat
     """The facts of rows of at most so many tokens; packed sequences are taken to stay as many."""
     if not facts.seen:
         return DataFacts.full_rows(longest, facts.seed)
-    if facts.pictures.exist:  # which are not cut within an image
-        raise ConfigError("rows with images are planned as long as they are")
+    facts.pictures.require_none("rows with images are planned as long as they are")
     kept = facts.lengths <= longest
     if config.train.packing or config.data.overlong != "drop" or facts.shares or not kept.any():
         kept = np.ones_like(kept)

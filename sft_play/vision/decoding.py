@@ -85,18 +85,14 @@ def pixels(picture: Picture, recipe: Recipe, folder: Path) -> np.ndarray:
     try:
         content = read_whole(path, MAX_BYTES)
         image = decoded(content)
+        if (len(content), image.height, image.width) != (picture.size, picture.height, picture.width):
+            raise ValueError("it has changed since the rows were prepared")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be used: {first_line(error)}. {_again()}") from None
-    if (len(content), image.height, image.width) != (picture.size, picture.height, picture.width):
-        raise DataError(f"{path} has changed since the rows were prepared. {_again()}")
+        again = f"put it back, or prepare the rows again: `{make('clean-cache')}`, then `{make('prepare')}`"
+        raise DataError(f"{path} cannot be used: {first_line(error)}; {again}") from None
     made = _processor(recipe.processor, recipe.settings)(images=[[image]])["pixel_values"]
     found = np.asarray(made, np.float32)  # [patches, numbers], or with tiles or squares last
     return found.reshape(picture.fit.units, *found.shape[-3 if found.ndim > 2 else -1 :])
-
-
-def _again() -> str:
-    remade = f"`{make('clean-cache')}`, then `{make('prepare')}`"
-    return f"Put the file back, or prepare the rows again: {remade}"
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sft_play.errors import ConfigError
 from sft_play.vision.types import Fit
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ class RowFits:
     def exist(self) -> bool:
         """Whether there is any picture."""
         return self.fits is not None
+
+    def require_none(self, otherwise: str) -> None:
+        """Raises ConfigError, with this sentence, if there is any picture: nothing cuts within one."""
+        if self.exist:
+            raise ConfigError(otherwise)
 
     def units(self, rows: int) -> np.ndarray:
         """Patches or tiles of each of so many rows, [rows]."""

@@ -69,18 +69,12 @@ class Kind:
     names: Mapping[str, str]  # field of the family -> attribute of a tokenizer with another name of its token
 
 
-_OF_QWEN = {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"}
-QWEN = Kind("Qwen2VLImageProcessorPil", _patches, _OF_QWEN)
-SMOLVLM = Kind(
-    "SmolVLMImageProcessorPil",
-    _tiles,
-    {"image": "image_token", "between": "fake_image_token", "whole": "global_image_token"},
-)
-GEMMA = Kind(
-    "Gemma3ImageProcessorPil",
-    _one_size,
-    {"image": "image_token", "begin": "boi_token", "end": "eoi_token"},
-)
+_QWEN = {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"}
+_SMOLVLM = {"image": "image_token", "between": "fake_image_token", "whole": "global_image_token"}
+_GEMMA = {"image": "image_token", "begin": "boi_token", "end": "eoi_token"}
+QWEN = Kind("Qwen2VLImageProcessorPil", _patches, _QWEN)
+SMOLVLM = Kind("SmolVLMImageProcessorPil", _tiles, _SMOLVLM)
+GEMMA = Kind("Gemma3ImageProcessorPil", _one_size, _GEMMA)
 KINDS = {
     "qwen3_vl": QWEN,
     "qwen3_5": QWEN,

@@ -7,6 +7,7 @@ from sft_play.choices.engines import SEVERAL, TRAITS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
+from sft_play.vision.fits import RowFits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,16 +53,17 @@ def _against_images(config: RunConfig, architecture: "PretrainedConfig") -> str 
     return next((setting for setting, excluded in settings.items() if excluded), None)
 
 
-def trained_on_images(drafts: Sequence[Plan]) -> list[Plan]:
-    """Those of some plans with which rows with images can be trained.
+def trained_on(pictures: RowFits, drafts: Sequence[Plan]) -> list[Plan]:
+    """Those of some plans with which rows with these pictures can be trained.
 
     Raises:
         ConfigError: there is none, since their engine excludes it.
     """
-    if (found := [draft for draft in drafts if TRAITS[draft.sharing.engine].takes_images]) or not drafts:
-        return found
-    others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
-    raise ConfigError(
-        f"parallel.engine={drafts[0].sharing.engine} is not supported yet for rows with images; set "
-        f"parallel.engine={others}"
-    )
+    found = [draft for draft in drafts if not pictures.exist or TRAITS[draft.sharing.engine].takes_images]
+    if drafts and not found:
+        others = " or ".join(name for name, row in SEVERAL.items() if row.takes_images)
+        raise ConfigError(
+            f"parallel.engine={drafts[0].sharing.engine} is not supported yet for rows with images; set "
+            f"parallel.engine={others}"
+        )
+    return found

@@ -122,7 +122,7 @@ def test_a_file_that_changed_after_it_was_prepared_is_an_error(tmp_path):
     path = save(tmp_path / "a.png", 90, 170)
     picture = picture_at(path, recipe)
     save(path, 100, 170)
-    with pytest.raises(DataError, match=r"a\.png has changed since"):
+    with pytest.raises(DataError, match=r"a\.png cannot be used: it has changed since"):
         pixels(picture, recipe, tmp_path)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.png cannot be used"):
