@@ -145,6 +145,7 @@ def picture_rows(kind: str, count: int, seed: int, images: Sequence[int] | None 
         pictures = []
         for _ in range(rng.randint(0, 3) if images is None else images[number]):
             one = picture(kind, rng, f"{seed} {number} {len(pictures)}")
+            one["fit"]["begin"] = (len(ids) + 1) * (kind == "gemma3")
             pictures.append(one)
             seen = [IMAGE] * one["fit"]["tokens"]
             ids += [START, *seen, END] if kind != "smolvlm" else [*seen, rng.randrange(3, IMAGE)]

@@ -92,7 +92,7 @@ def _with_image_tokens(chat: Chat, source: str, row: Tokens, pictures: tuple[Pic
         return row
     whole = chat.max_tokens is None or len(row.input_ids) <= chat.max_tokens
     try:
-        ids, labels = repeated(chat.recipe, row.input_ids, row.labels, pictures, whole=whole)
+        ids, labels, pictures = repeated(chat.recipe, row.input_ids, row.labels, pictures, whole=whole)
     except ValueError as problem:
         raise DataError(f"{source}: {problem}") from None
     return replace(row, input_ids=ids, labels=labels, pictures=pictures)

@@ -109,27 +109,24 @@ def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
     }
 
 
-def empty_inputs(
-    look: Look, fits: Sequence[Fit], shape: tuple[int, int], lengths: Sequence[int]
-) -> dict[str, Any]:
-    """What a batch of this shape has of such pictures, without values; `lengths` are of joined rows."""
+def empty_inputs(look: Look, fits: Sequence[Fit], shape: tuple[int, int]) -> dict[str, Any]:
+    """What a batch of this shape has of such pictures, without values."""
     pixels = torch.empty(sum(fit.units for fit in fits), *look.unit_shape)
     found = tower_inputs(look, fits) | {"pixel_values": pixels}
     if look.kind == "patches":
         found["position_ids"] = torch.empty((4, *shape), dtype=torch.int64)
     if look.kind == "squares":
-        found["two_way_blocks"] = _blocks_somewhere(fits, lengths or shape[1:])
+        found["two_way_blocks"] = _blocks_as_far(fits)
     return found
 
 
-def _blocks_somewhere(fits: Sequence[Fit], lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Blocks for pictures, each in the first joined row that has room behind the picture before."""
-    found, row, begin, ends = [], 0, 0, np.cumsum(lengths).tolist()
+def _blocks_as_far(fits: Sequence[Fit]) -> list[tuple[int, int, int]]:
+    """Blocks that begin as far from the start of a row as those of the pictures, in rows that are close."""
+    found, first, end = [], 0, 0
     for fit in fits:
-        while begin + fit.tokens > ends[row] and row + 1 < len(ends):
-            begin, row = ends[row], row + 1
-        found.append((ends[row] - lengths[row], begin, begin + fit.tokens))
-        begin += fit.tokens
+        first = first if first + fit.begin >= end else end
+        end = first + fit.begin + fit.tokens
+        found.append((first, first + fit.begin, end))
     return found
 
 

@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,17 @@ def repeated(
     pictures: Sequence[Picture],
     *,
     whole: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, tuple[Picture, ...]]:
     """Ids and labels, [tokens], with each image token of an expanded text as often as the model needs it.
 
-    Image tokens carry no loss. Unless `whole`, the text was cut, and so may have fewer.
+    Image tokens carry no loss. Unless `whole`, the text was cut, and so may have fewer. Pictures know then
+    where they begin, if that matters.
 
     Raises:
         ValueError: an image token stands in a text of the row.
     """
     if recipe is None:
-        return ids, labels
+        return ids, labels, tuple(pictures)
     places = np.flatnonzero(ids == recipe.image_token_id)
     runs = [run for picture in pictures for run in recipe.family.runs(picture.fit)]
     if len(places) > len(runs) or (whole and len(places) < len(runs)):
@@ -104,7 +106,9 @@ def repeated(
     counts[places] = runs[: len(places)]
     labels = labels.copy()
     labels[places] = IGNORED
-    return np.repeat(ids, counts), np.repeat(labels, counts)
+    begins = (np.cumsum(counts) - counts)[places].tolist() if recipe.family.attends_both_ways else []
+    placed = [replace(one, fit=replace(one.fit, begin=at)) for one, at in zip(pictures, begins, strict=False)]
+    return np.repeat(ids, counts), np.repeat(labels, counts), (*placed, *pictures[len(placed) :])
 
 
 def cut_before(

@@ -17,6 +17,7 @@ class Family:
     """What a picture becomes in a row of text, unless a family says otherwise."""
 
     image: str  # the token that stands for features
+    attends_both_ways = False  # tokens of a picture see those of it that follow
 
     @property
     def placeholder(self) -> str:
@@ -127,6 +128,7 @@ class Tiles(Family):
 class OneSize(Family):
     """Gemma 3: each picture is resized to the same square."""
 
+    attends_both_ways = True
     side: int  # in pixels
     tokens: int
     image: str = "<image_soft_token>"

@@ -19,6 +19,7 @@ class Fit:
     columns: int
     units: int  # that the tower sees: patches, or tiles with the one of the whole picture
     tokens: int  # of the row, which its features replace
+    begin: int = 0  # the first of them in its row, where memory depends on that (Gemma 3)
 
 
 @dataclass(frozen=True)

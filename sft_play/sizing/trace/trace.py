@@ -336,7 +336,7 @@ def make_batch(
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
     if look is not None and (fits := spec.eval_fits if evaluation else spec.fits):
         with making_real_tensors():  # it looks into data
-            seen = empty_inputs(look, fits, shape, known)
+            seen = empty_inputs(look, fits, shape)
         batch |= {
             name: torch.zeros(value.shape, dtype=value.dtype, device=device)
             if isinstance(value, torch.Tensor)

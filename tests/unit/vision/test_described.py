@@ -28,7 +28,7 @@ def test_a_described_picture_has_the_tokens_of_one_in_a_row(kind, tmp_path):
         assert found.fit == fit and found.look == Look.of(config)
         text = recipe.family.bare_text(fit)
         ids = np.array(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"])
-        whole, _ = repeated(recipe, ids, ids, [Picture("p", 1, height, width, fit)])
+        whole, _, _ = repeated(recipe, ids, ids, [Picture("p", 1, height, width, fit)])
         plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
         assert found.row_tokens == len(whole) - len(plain), (height, width, text)
 
