@@ -113,6 +113,15 @@ class MicroBatch:
         """The sum of the squares of the sequence lengths."""
         return sum(length**2 for length in self.lengths)
 
+    def covers(self, other: "MicroBatch") -> bool:
+        """Whether its step takes no less than another one's, but for what is held beside them."""
+        if (self.first, self.last) != (other.first, other.last):
+            return False
+        own, others = (
+            (*each.batch.shape, each.supervised, each.units, each.squares) for each in (self, other)
+        )
+        return all(size >= less for size, less in zip(own, others, strict=True))
+
     def of_rank(self, ranks: int) -> "MicroBatch":
         """What one of so many processes has of it, if they divide its joined tokens.
 

@@ -167,8 +167,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         meter = built_meter(Path(name))
         for engine in ENGINES:
-            path = Path(name) / f"{engine}.json"
-            path.write_text(json.dumps([run for run in runs if run["engine"] == engine]))
+            path, own = Path(name) / f"{engine}.json", [run for run in runs if run["engine"] == engine]
+            if not own:
+                continue
+            path.write_text(json.dumps(own))
             launched(["-m", MODULE, "--work", str(path)], meter, Path(name), engine, 2)
             rows += [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     rows.sort(key=lambda row: row["number"])

@@ -282,8 +282,14 @@ def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) ->
 
     most = next(iter(later), None), next(iter(evaluation), None)
     pairs = [(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]
-    pairs = pairs or [most]
-    steps = [step(*pair) for pair in pairs]
+    steps: list[SizedStep] = []
+    for micro, other in pairs or [most]:
+        known = [each.micro for each in steps if micro and each.micro and each.micro.covers(micro)]
+        if micro and known and other is most[1]:  # beside that, what this one holds needs no trace
+            bound = replace(known[0], held=micro.held, held_units=micro.held_units)
+            if not _exceeds(step(bound, other), steps):
+                continue
+        steps.append(step(micro, other))
     for micro in train if not all(each.first for each in train) else ():
         # of the first ones of their steps, few have higher peaks even with the gradients of others
         if micro.first and _exceeds(step(replace(micro, first=False, last=False), most[1]), steps):

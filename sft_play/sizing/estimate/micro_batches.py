@@ -51,10 +51,18 @@ def _heaviest(batches: Sequence[MicroBatch], by_length: bool) -> list[MicroBatch
     if not batches:
         return []
     sizes = [
-        (each.tokens, each.supervised, *([each.squares] * by_length), each.units, each.carried)
+        (
+            each.tokens,
+            each.supervised,
+            *([each.squares] * by_length),
+            each.units,
+            each.held_units,
+            each.carried,
+        )
         for each in batches
     ]
-    if by_length or not isinstance(batches[0].batch, JoinedRows):
+    few = by_length or not isinstance(batches[0].batch, JoinedRows)
+    if few and not any(each.units for each in batches):
         columns = range(len(sizes[0]))
         most = [max(sizes, key=itemgetter(at, *columns)) for at in columns[:-1]]
         return [batches[sizes.index(size)] for size in dict.fromkeys(most)]
