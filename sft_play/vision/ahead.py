@@ -47,9 +47,8 @@ class PicturesAhead:
         due = [self._begin(picture) for picture in pictures]
         for picture in soon:
             self._begin(picture)
-        pixels = [each.result() for each in due]
         self._begun = {picture: self._begun[picture] for picture in soon}
-        return pixels
+        return [each.result() for each in due]
 
     def _of(self, place: int) -> list[Picture]:
         cells: Any = self._pictures[self._order[place]["rows"]]["pictures"].to_pylist()

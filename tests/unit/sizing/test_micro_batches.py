@@ -14,8 +14,10 @@ from sft_play.sizing.estimate.micro_batches import anywhere, front, heaviest, wi
 from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import StepTrace
+from sft_play.vision.types import Fit
 from tests.plans import plan_of, plan_with
 from tests.unit.sizing.handmade import TraceBuilder
+from tests.vision_models import config_of
 
 PLAN = plan_of(
     micro_batch_size=2, gradient_accumulation_steps=2, effective_batch_size=4, world_size=1, engine="none",
@@ -141,3 +143,27 @@ def test_padded_rows_are_looked_at_with_most_tokens_and_with_most_supervised():
         MicroBatch(PaddedRows(2, 96), 40), MicroBatch(PaddedRows(2, 64), 90), MicroBatch(PaddedRows(2, 32), 50)
     ]  # fmt: skip
     assert heaviest(batches) == batches[:2]
+
+
+def with_pictures(count: int, seed: int) -> list[MicroBatch]:
+    """Micro-batches of Gemma 3, with pictures anywhere in their rows and beside others' pictures."""
+    pick, found = random.Random(seed), []
+    for micro in drawn(count, seed):
+        rows = [length for length in micro.lengths if length > 16 and pick.random() < 0.7]
+        fits = tuple(Fit(32, 32, 1, 1, 1, 16, begin=pick.randint(0, length - 16)) for length in rows)
+        found.append(replace(micro, first=False, fits=fits, held_units=pick.randint(0, 9)))
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_peak_of_a_run_with_pictures_is_that_of_its_highest_micro_batch(seed):
+    run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "x"}})
+    traces, train = Traces(config_of("gemma3")), tuple(with_pictures(7, seed))
+    batches = RunBatches(train, held=900, held_units=30, unit_bytes=12288)
+
+    def peaks(found: RunBatches) -> dict[str, int]:
+        steps = steps_of(traces, run, PLAN, found)
+        return highest({phase: peak.bytes for phase, peak in each.step.peaks().items()} for each in steps)
+
+    assert peaks(batches) == highest(peaks(replace(batches, train=(micro,))) for micro in train)
+    assert len(steps_of(traces, run, PLAN, batches)) < len(train)  # some are covered by others

@@ -89,6 +89,15 @@ def test_ids_are_those_of_the_models_own_processor(kind):
 
 
 @pytest.mark.parametrize("kind", WORDS)
+def test_where_pictures_begin_is_known_if_memory_depends_on_it(kind):
+    chat = chat_of(kind)
+    ((row,),) = encode(chat, [talk(chat)])
+    begins = np.flatnonzero(np.diff((row.input_ids == chat.recipe.image_token_id).astype(int), prepend=0) > 0)
+    expected = begins.tolist() if kind == "gemma" else [0] * len(SIZES)
+    assert [one.fit.begin for one in row.pictures] == expected
+
+
+@pytest.mark.parametrize("kind", WORDS)
 def test_loss_is_on_the_answers_alone(kind):
     chat = chat_of(kind)
     ((row,),) = encode(chat, [talk(chat)])
