@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, library
 from torch.nn.attention.varlen import varlen_attn
 
-from sft_play.model.attention.varlen import kernel_dtype, offsets_of, takes_one_call
+from sft_play.model.attention.varlen import GROUPED, kernel_dtype, offsets_of, takes_one_call
 from sft_play.upstream.torch import cpu_attention, cpu_attention_gradients, mark_dynamic
 
 Offsets = Sequence[int]  # where rows begin, and the last one ends
@@ -71,7 +71,7 @@ def attend_joined(
     # a window that is longer than all rows is the kernel's to see: asking here would make it two graphs
     out: Any = varlen_attn(
         query, key, value, offsets, offsets, longest, longest,
-        scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        scale=scale, window_size=(-1 if window is None else window - 1, 0), **GROUPED,
     )  # fmt: skip
     return out[None]
 
