@@ -1,9 +1,10 @@
-"""Predicts the seconds of steps that were measured on a GPU, from its data sheet alone; needs no GPU.
+"""Predicts seconds and peaks of steps that were measured on a GPU, from its data sheet alone; needs no GPU.
 
     python -m benchmarks.gpu_seconds
 
-It adds the predictions to benchmarks/results/gpu/NVIDIA-H200-x1.json: to each turn of our own those of its
-steps after the first one, at the tokens that each of them had, and to the run that of its average step.
+It adds the predictions to benchmarks/results/gpu/NVIDIA-H200-x1.json: to each turn of our own its peak and
+the seconds of its steps after the first one, at the tokens that each of them had; to the run those of its
+average step.
 """
 
 import json
@@ -22,6 +23,7 @@ from benchmarks.measurement_log import RESULTS, write_result
 from benchmarks.throughput import COURSES, make_rows, prepared, run_config
 from benchmarks.throughput_sides import CHOICES
 from sft_play.machine.gpus import what_if
+from sft_play.plan import Plan
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
@@ -38,8 +40,8 @@ FILE = RESULTS / "gpu" / "NVIDIA-H200-x1.json"
 LISTS = ("steps", "turns")
 
 
-def turn_of(gpu: str, name: str, side: str) -> tuple[list[int], Callable[..., float]]:
-    """The tokens of each step of a turn, and a function that predicts a step of so many tokens.
+def turn_of(gpu: str, name: str, side: str) -> tuple[Plan, list[int], Callable[..., float]]:
+    """The plan of a turn, the tokens of each step, and a function that predicts a step of so many tokens.
 
     The function also takes the mean length of its rows, and the share of tokens that are supervised.
     """
@@ -62,7 +64,7 @@ def turn_of(gpu: str, name: str, side: str) -> tuple[list[int], Callable[..., fl
         batch = MicroBatch(tokens, tokens * length, tokens / lengths.mean())
         return round(sum(step_seconds(fused(work) if config.train.asks_compile else work, profile, batch)), 4)
 
-    return chosen.tokens_per_step, seconds
+    return plan, chosen.tokens_per_step, seconds
 
 
 def predicted(tree: dict[str, Any]) -> dict[str, Any]:
@@ -70,11 +72,13 @@ def predicted(tree: dict[str, Any]) -> dict[str, Any]:
     gpu, run = tree["made_on"]["gpu"], tree["run"]
     for turn in tree["turns"]:
         if turn["side"] in ("sft-play", *CHOICES):
-            tokens, seconds = turn_of(gpu, turn["course"], turn["side"])
-            turn |= {"step_tokens": tokens, "data_sheet_step_seconds": [seconds(one) for one in tokens[1:]]}
+            plan, tokens, seconds = turn_of(gpu, turn["course"], turn["side"])
+            assert plan.memory
+            turn |= {"predicted_peak_bytes": plan.memory.peak_bytes, "step_tokens": tokens}
+            turn["data_sheet_step_seconds"] = [seconds(one) for one in tokens[1:]]
     mean = run["tokens_per_second"] * run["measured_step_seconds"]
     share = run["supervised_tokens"] / run["optimizer_steps"] / mean
-    seconds = turn_of(gpu, "LoRA 8B, packed", "sft-play")[1]
+    *_, seconds = turn_of(gpu, "LoRA 8B, packed", "sft-play")
     run["data_sheet_step_seconds"] = seconds(round(mean), mean / run["effective_batch_size"], share)
     return tree
 

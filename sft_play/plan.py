@@ -68,6 +68,7 @@ class Memory:
     phase_terms: dict[str, dict[str, int]] = field(default_factory=dict)  # breakdown of each phase's peak
     guard_bytes: int = 0  # kept free in addition to the budget
     reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
+    at_most_bytes: int | None = None  # of a process, if that must fit, since the rest is not proven enough
     ran_out: bool = False  # memory ran out with as large a micro-batch in an earlier run, with as much free
     origin: str = TRACED  # of the sizes: the trace alone, or EARLIER
     host: HostMemory | None = None  # the second budget, if a GPU's process offloads
@@ -79,9 +80,14 @@ class Memory:
         return max(self.peak_bytes, self.reserved_bytes or 0) + self.terms.get("context", 0)
 
     @property
+    def decisive_bytes(self) -> int:
+        """What must be within the budget."""
+        return max(self.process_bytes, self.at_most_bytes or 0)
+
+    @property
     def within_budget(self) -> bool:
         """Whether the process, with its context and fragmentation, is predicted to be within both budgets."""
-        return self.process_bytes <= self.budget_bytes and (self.host is None or self.host.fits)
+        return self.decisive_bytes <= self.budget_bytes and (self.host is None or self.host.fits)
 
     @property
     def fits(self) -> bool:

@@ -138,7 +138,7 @@ def speeds_on_a_gpu() -> str:
 
 
 def seconds_on_a_gpu() -> str:
-    """Seconds of our own steps on a GPU, and what its data sheet predicts for each of them."""
+    """Seconds of our own steps on a GPU, what its data sheet predicts for them, and errors of their peaks."""
     tree = results("gpu/NVIDIA-H200-x1")
     names = {"sft-play": "packed", "liger": "packed, Liger's kernels", "compiled": "packed, compiled"}
     rows = []
@@ -146,12 +146,15 @@ def seconds_on_a_gpu() -> str:
         if sheet := turn.get("data_sheet_step_seconds", ()):
             steps = zip(turn["step_tokens"][1:], turn["step_seconds"][1:], sheet, strict=True)
             what = f"{turn['course'].removesuffix(', packed')}, {names[turn['side']]}"
-            rows.append([what, *map(" / ".join, zip(*(_seconds(*step) for step in steps), strict=True))])
+            seconds = map(" / ".join, zip(*(_seconds(*step) for step in steps), strict=True))
+            rows.append([what, *seconds, signed(turn["predicted_peak_bytes"] / turn["peak_bytes"] - 1, 4)])
     run = tree["run"]
     measured, found = run["measured_step_seconds"], run["data_sheet_step_seconds"]
     mean = run["tokens_per_second"] * measured
-    rows.append(["LoRA 8B, the whole run, mean", *_seconds(mean, measured, found)])
-    return table(("steps", "tokens", "seconds measured", "predicted by the data sheet", "error"), rows)
+    peak = signed(run["predicted_peak_bytes"] / run["measured_peak_bytes"] - 1, 4)
+    rows.append(["LoRA 8B, the whole run, mean", *_seconds(mean, measured, found), peak])
+    head = ("steps", "tokens", "seconds measured", "predicted by the data sheet", "error", "of the peak")
+    return table(head, rows)
 
 
 def _seconds(tokens: float, measured: float, found: float) -> tuple[str, ...]:

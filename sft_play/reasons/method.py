@@ -201,7 +201,7 @@ class CompiledLayers(Reason):
     """Whether torch.compile compiles the decoder layers, and the prediction of memory counts on it."""
 
     compiled: Literal["on", "off", "timed", "float8"]
-    traced: bool = False
+    traced_for: Literal["cpu", "cuda"] | None = None
 
     def __str__(self) -> str:
         if self.compiled == "off":
@@ -216,8 +216,10 @@ class CompiledLayers(Reason):
         timed = self.compiled == "timed"
         why = "since steps timed on this device were faster" if timed else "as set in the config"
         memory = f"predicted for layers that {not_so}"
-        if self.traced:
+        if self.traced_for:
             memory = "that of the code which the compiler generates, unless a warning says otherwise"
+        if self.traced_for == "cuda":
+            memory = f"about {memory} (one run was compared, on an H200; the plan fits without compiling too)"
         return (
             f"layers are compiled{also}, {why}; memory is {memory}, "
             "seconds on a GPU with element-wise operations fused; the first step takes longer"

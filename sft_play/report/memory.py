@@ -46,11 +46,13 @@ def _peak_table(memory: Tree) -> Table:
 def _process_table(memory: Tree) -> Table:
     """What tensors take, what the allocator reserves for them, and what the driver counts."""
     context = format_bytes(memory["terms"]["context"])
-    sizes = (
+    sizes = [
         ("allocated", memory["peak_bytes"], "tensors"),
         ("reserved", memory["reserved_bytes"], "with fragmentation"),
         ("process", memory["process_bytes"], f"with {context} of context"),
-    )
+    ]
+    if most := memory.get("at_most_bytes"):
+        sizes.append(("at most", most, "if not compiled"))
     rows = [
         (name, format_bytes(size), f"{size / memory['budget_bytes']:.0%}", note) for name, size, note in sizes
     ]

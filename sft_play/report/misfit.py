@@ -49,7 +49,7 @@ def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -
 
 def _excess(memory: Memory, host: HostMemory | None) -> str:
     """What is needed, and how much more than the budget that is; of RAM, if `host` has too little."""
-    needed, budget = memory.process_bytes, memory.budget_bytes
+    needed, budget = memory.decisive_bytes, memory.budget_bytes
     where, whose = f" in the {memory.peak_phase} phase", "the budget"
     if host:
         needed, budget = host.needed_bytes, host.budget_bytes or 0

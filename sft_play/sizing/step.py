@@ -333,11 +333,11 @@ class StepSpec:
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             kernels=plan.kernels,
-            # what is generated for a GPU, several processes or float8 was not compared with what runs there
+            # else nobody has compared what is generated with what runs
             compiled=plan.compile
-            and plan.device == "cpu"
             and shared.world_size == 1
-            and not config.train.float8,
+            and not config.train.float8
+            and (plan.device == "cpu" or (plan.rows.joined and plan.kernels == "own")),
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),

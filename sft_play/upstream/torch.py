@@ -73,12 +73,12 @@ def in_given_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, options=IN_GIVEN_ORDER)
 
 
-def without_kernels(graph: Any, inputs: Sequence[Any]) -> Any:
-    """A backend of `torch.compile` whose code allocates and frees as that of `in_given_order`, on a CPU.
+def without_kernels(graph: Any, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
+    """A backend of `torch.compile` whose code allocates and frees as that of PyTorch's, with these options.
 
-    It is the same code, but what it calls is neither compiled nor does anything, so that tensors may be fake.
-    Caches of graphs are neither read nor written. What makes this unnecessary: a compiler that says what its
-    code allocates (2.13 does not).
+    It is the same code, of a CPU, but what it calls is neither compiled nor does anything, so that tensors
+    may be fake. Caches of graphs are neither read nor written. What makes this unnecessary: a compiler that
+    says what its code allocates (2.13 does not).
     """
     import torch
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -90,7 +90,7 @@ def without_kernels(graph: Any, inputs: Sequence[Any]) -> Any:
 
     alone = dict(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, inputs, generate, config_patches=alone | IN_GIVEN_ORDER)
+        return compile_fx(graph, inputs, generate, config_patches=alone | (options or {}))
 
 
 def _generated(graph: Any) -> Any:
@@ -108,6 +108,16 @@ def _generated(graph: Any) -> Any:
         size, stride, tensor.storage_offset() + offset
     )
     return module
+
+
+def joined_attention_backward() -> Any:
+    """The operation that computes gradients of `varlen_attn`, as it is called by compiled code.
+
+    What makes this unnecessary: a public name (2.13 has none).
+    """
+    import torch
+
+    return torch.ops.torch_attn._varlen_attn_backward.default
 
 
 def mark_dynamic(tensor: Any, *dimensions: int) -> None:

@@ -60,6 +60,7 @@ CALLED = {
     "torch:_foreach_sqrt": "",
     "torch:ops.aten._index_put_impl_.default": "",
     "torch:ops.bitsandbytes.gemm_4bit.default": "",
+    "torch:ops.torch_attn._varlen_attn_backward.default": "",
     "torch._C._profiler:_ExperimentalConfig": "",
     "torch._subclasses.fake_tensor:FakeTensor.__new__": "elem device",
     "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",

@@ -5,6 +5,7 @@ import shutil
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sft_play.choices.engines import WHOLE
 from sft_play.choices.kernels import COMPILED, FLOAT8
@@ -119,11 +120,11 @@ def compiled_reasons(
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
         return [CompiledLayers("float8")]
-    traced = StepSpec.of(config, plan).compiled
+    traced_for: Any = plan.device if StepSpec.of(config, plan).compiled else None
     if config.train.asks_compile:
-        return [CompiledLayers("on", traced), *_float8_off(config, plan, architecture)]
+        return [CompiledLayers("on", traced_for), *_float8_off(config, plan, architecture)]
     if plan.compile:
-        return [CompiledLayers("timed", traced), *_float8_off(config, plan, architecture)]
+        return [CompiledLayers("timed", traced_for), *_float8_off(config, plan, architecture)]
     if not may_compile(config, plan, architecture, images=images):
         return []
     return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]

@@ -153,7 +153,7 @@ def _least_of_those_that_ran_out(sized: list[Plan]) -> list[Plan]:
 
 def _needed(plan: Plan) -> int:
     assert plan.memory
-    return plan.memory.process_bytes
+    return plan.memory.decisive_bytes
 
 
 def _size_all(

@@ -225,7 +225,6 @@ def estimator(
         if run.tuning.mode == "qlora":
             require_packable(traces.architecture.facts, traces.architecture.modules)
         batches = batches_of(plan)
-        steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)
         division = Division(
             world_size=plan.sharing.world_size,
@@ -242,7 +241,15 @@ def estimator(
             update_bytes=lambda elements: ask(step_facts.update_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.sharing.engine)
-        return memory.estimate(steps, device, engine, division, batches=batches, complete=complete)
+
+        def sized(plan: Plan) -> Memory:
+            steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
+            return memory.estimate(steps, device, engine, division, batches=batches, complete=complete)
+
+        if not (complete and spec.compiled and plan.device == "cuda"):
+            return sized(plan)
+        # one run was compared, which took what is predicted: too few to count on
+        return replace(sized(plan), at_most_bytes=sized(replace(plan, compile=False)).process_bytes)
 
     return estimate
 

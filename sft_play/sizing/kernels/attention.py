@@ -161,17 +161,31 @@ def varlen_attention(spec: StepSpec) -> Callable:
 
     Also that of FlashAttention's packages. A trace has fewer and longer sequences than the step.
     """
-    longest = spec.longest_sequence
-    lengths = dict(longest=longest, sequence_tokens=spec.sequence_tokens or longest)
     kernel = ATTENTIONS[spec.attention].joined
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **options: object
     ) -> torch.Tensor:
-        call = _call_of(query, key, spec.compute_capability, **lengths)
-        return FusedAttention.apply(query, key, value, None, kernel, call)
+        return FusedAttention.apply(query, key, value, None, kernel, _joined_call(query, key, spec))
 
     return attend
+
+
+def joined_workspace(spec: StepSpec) -> Callable:
+    """What the kernel of joined sequences allocates besides gradients, for its operation in compiled code."""
+
+    def workspace(_: object, query: torch.Tensor, key: torch.Tensor, *args: object) -> list[torch.Tensor]:
+        kernel = ATTENTIONS[spec.attention].joined
+        return _blocks(query, kernel.workspace(_joined_call(query, key, spec)))
+
+    return workspace
+
+
+def _joined_call(query: torch.Tensor, key: torch.Tensor, spec: StepSpec) -> Call:
+    """The call for joined sequences, [tokens, heads, head_dim]."""
+    longest = spec.longest_sequence
+    lengths = dict(longest=longest, sequence_tokens=spec.sequence_tokens or longest)
+    return _call_of(query, key, spec.compute_capability, **lengths)
 
 
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:

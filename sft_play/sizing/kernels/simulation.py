@@ -86,7 +86,7 @@ class SymbolicRecorder(AllocationRecorder):
             update = _noop if cuda else getattr(cpu_kernels, f"_{name}_cpu")
             self.kernel_models[getattr(four_bit, name).default] = update
         self._scratch = scratch
-        self._inside = {} if cuda else inside_kernels(threads, scratch)
+        self.inside = {} if cuda else inside_kernels(threads, scratch)
         if cuda:
             self.kernel_models |= {
                 ops._softmax_backward_data.default: softmax_backward,
@@ -109,9 +109,9 @@ class SymbolicRecorder(AllocationRecorder):
             if out is not NotImplemented:
                 self.record(out)
                 return out
-        if func in self._inside:
+        if func in self.inside:
             with self:
-                blocks = self._inside[func](*args)  # noqa: F841 - live until this returns
+                blocks = self.inside[func](*args)  # noqa: F841 - live until this returns
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def four_bit_product(

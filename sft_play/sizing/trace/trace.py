@@ -108,12 +108,12 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
     recorder = _recorder(SymbolicRecorder, spec)
-    in_graphs = joined_in_graphs(recorder) if spec.compiled else nullcontext()
+    in_graphs = joined_in_graphs(recorder, spec) if spec.compiled else nullcontext()
     with _group_of(spec), few_tiles(recorder), attributed_loss(recorder), in_graphs:
         materialise(model, layers, recorder)
         _set_up(model, spec)
         if spec.compiled:
-            compile_layers(model, generating(model.config.to_json_string()))
+            compile_layers(model, generating(model.config.to_json_string(), spec.device))
             with recorder, recorder.silent():
                 forward(model, make_batch(spec, look=Look.of(model.config)), spec).backward()
             held = torch.empty(spec.batch.shape[1], dtype=torch.int64)  # the first positions, by the compiler

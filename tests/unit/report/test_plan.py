@@ -213,6 +213,10 @@ def test_a_gpu_shows_what_is_allocated_reserved_and_counted_by_the_driver():
     assert "1.00 GiB" in lines["allocated"] and "25%" in lines["allocated"]
     assert "1.50 GiB" in lines["reserved"] and "2.00 GiB" in lines["process"] and "50%" in lines["process"]
     assert "…" not in text
+    assert "at most" not in text
+    lines = screen(plan_report(PLAN | {"memory": memory | {"at_most_bytes": 3 * GIB}})).splitlines()
+    (most,) = (line for line in lines if line.startswith("at most"))
+    assert "3.00 GiB" in most and "75%" in most and "if not compiled" in most
     on_cpu = memory | {"reserved_bytes": None, "process_bytes": None}
     assert "allocated" not in screen(plan_report(PLAN | {"memory": on_cpu}))
 

@@ -154,6 +154,17 @@ def test_drawn_runs_with_compiled_layers_took_what_was_predicted():
     assert all(abs(row["error"]) <= result["target"] for row in result["rows"])
 
 
+def test_steps_on_a_gpu_took_what_is_predicted_of_them_now():
+    turns = results_of("gpu/NVIDIA-H200-x1.json")["turns"]
+    errors = {
+        turn["course"] + turn["side"]: turn["predicted_peak_bytes"] / turn["peak_bytes"] - 1
+        for turn in turns
+        if turn["side"] != "trl_tuned"
+    }
+    assert abs(errors.pop("LoRA 8B, packedcompiled")) < 0.0002
+    assert errors and all(abs(error) < 1e-6 for error in errors.values())
+
+
 def test_what_compiled_layers_are_expected_to_cost_and_gain_is_what_they_did_on_a_gpu():
     turns = results_of("gpu/NVIDIA-H200-x1.json")["turns"]
     own, compiled = (

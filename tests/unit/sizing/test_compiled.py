@@ -62,7 +62,7 @@ def test_a_compiled_step_in_the_process_of_its_trace_takes_what_that_says(name, 
 
 
 def test_without_generated_code_a_step_takes_at_most_what_it_takes_without_compiling(monkeypatch, capsys):
-    def fails(graph, inputs):
+    def fails(graph, inputs, options):
         raise RuntimeError("another version of the compiler")
 
     monkeypatch.setattr(compiled, "without_kernels", fails)

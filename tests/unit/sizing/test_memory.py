@@ -1,5 +1,7 @@
 """Micro-batches in between, engines and budgets."""
 
+from dataclasses import replace
+
 import pytest
 
 from sft_play.plan import Memory
@@ -108,6 +110,12 @@ def test_json_has_all_three_numbers_and_on_a_cpu_the_first_alone():
     assert Memory.from_json(tree) == gpu
     cpu = estimate([SizedStep(step)], device_budget("cpu", GIB)).to_json()
     assert cpu["peak_bytes"] > 0 and cpu["reserved_bytes"] is cpu["process_bytes"] is None
+
+
+def test_what_a_process_takes_at_most_must_fit_too():
+    memory = estimate([SizedStep(step_of(3, (0, 1, 2)).step)], device_budget("cuda", 80 * GIB))
+    most = replace(memory, at_most_bytes=memory.budget_bytes)
+    assert memory.fits and most.fits and not replace(most, at_most_bytes=memory.budget_bytes + 1).fits
 
 
 def test_4_bit_weights_in_fixed_segments_have_a_larger_guard():
