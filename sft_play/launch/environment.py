@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from sft_play.machine.host import asked_threads, usable_cores
+from sft_play.machine.host import asked_threads, compilers_of, usable_cores
 from sft_play.upstream.patching import lasting
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
@@ -56,7 +56,6 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.
 NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
 
-MOST_COMPILING = 32  # processes of a rank, PyTorch's own limit
 
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
 # compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
@@ -106,9 +105,8 @@ def _of_use(record: logging.LogRecord) -> bool:
 
 
 def compiling_processes(environment: Mapping[str, str]) -> int:
-    """How many a rank compiles in; PyTorch would start as many as there are cores for each of the ranks."""
-    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_COMPILING, usable_cores() // ranks))
+    """How many this rank compiles in."""
+    return compilers_of(usable_cores(), int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def find_own_programs() -> None:

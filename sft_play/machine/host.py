@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 NO_LIMIT_FROM = 2**60  # cgroup v1 reports a huge number if there is no limit
+MOST_COMPILERS = 32  # of a rank, PyTorch's own limit
 MOST_THREADS = 1024  # of a process; OpenMP crashes where it cannot start as many as it is asked for
 
 
@@ -148,6 +149,11 @@ def own_ram_bytes() -> int:
     """RAM of this process alone; where the system says so, without mapped files, which can be dropped."""
     memory = psutil.Process().memory_info()
     return memory.rss - getattr(memory, "shared", 0)
+
+
+def compilers_of(cores: int, ranks: int) -> int:
+    """Processes in which each rank of a machine compiles; PyTorch alone would start one for each core."""
+    return max(1, min(MOST_COMPILERS, cores // ranks))
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
-from sft_play.machine.host import asked_threads
+from sft_play.machine.host import asked_threads, compilers_of
 from sft_play.plan import Device
 from sft_play.reasons.evidence import Assumed, GuardKept, MemoryLimit, PredictionErrors, UnknownCapability
 from sft_play.reasons.reason import Reason
@@ -82,8 +82,10 @@ def memory_device(
     usable = memory_of_a_process(config, machine, processes)
     if usable is None:
         return None
+    compilers = config.train.asks_compile * compilers_of(machine.host.cpu_cores or 1, processes)
     if not machine.gpus:
-        found = device_budget("cpu", usable, threads=training_threads(machine, processes) or 1)
+        threads = training_threads(machine, processes) or 1
+        found = device_budget("cpu", usable, threads=threads, compilers=compilers)
     else:
         device, free_ram = training_device(machine), None if machine.what_if else machine.host.ram_free_bytes
         found = device_budget(
@@ -94,7 +96,7 @@ def memory_device(
             context_bytes=read_overhead(device.name, machine.driver, processes),
             expandable=has_expandable_segments(),
             quantized=config.tuning.mode == "qlora",
-            host=host_budget(free_ram, min(processes, len(machine.gpus))),
+            host=host_budget(free_ram, min(processes, len(machine.gpus)), compilers),
         )
     return found if budget_bytes is None else replace(found, budget_bytes=budget_bytes)
 

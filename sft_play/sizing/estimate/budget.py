@@ -7,7 +7,7 @@ benchmarks/results; tests/unit/sizing/test_benchmark_results.py compares the fig
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sft_play.units import GIB, MIB
+from sft_play.units import GIB, MIB, counted, format_bytes
 
 SAFETY = 2  # times the worst measured under-prediction: a benchmark grid does not contain the worst case
 LEAST_SHARE = 0.01
@@ -29,6 +29,7 @@ CONTEXTS = {(7, 5): 141 * MIB, (9, 0): 753 * MIB}
 ASSUMED_CONTEXT, ASSUMED_COMMUNICATOR = 500 * MIB, 700 * MIB
 # RAM of a process on a GPU besides tensors: 412 MiB were measured on a CPU, and CUDA's share is a guess.
 ASSUMED_RAM = 3 * GIB
+COMPILER_RAM = 512 * MIB  # g++ on a layer's code took 468 MiB; Triton's processes were not measured
 
 
 class MeasuredError(NamedTuple):
@@ -133,9 +134,10 @@ class DeviceBudget:
         return CUDA_GRANULARITY if self.kind == "cuda" else 1
 
 
-def host_budget(free_bytes: int | None, processes: int) -> HostBudget:
-    """The second budget of so many processes of a machine with this much free RAM."""
-    return HostBudget(free_bytes and free_bytes - guard("cpu", free_bytes).bytes, processes)
+def host_budget(free_bytes: int | None, processes: int, compilers: int = 0) -> HostBudget:
+    """The second budget of so many processes, each with `compilers`, of a machine with this much free RAM."""
+    own = ASSUMED_RAM + compilers * COMPILER_RAM
+    return HostBudget(free_bytes and free_bytes - guard("cpu", free_bytes).bytes, processes, own)
 
 
 def cublas_workspace(compute_capability: tuple[int, int] | None) -> int:
@@ -155,6 +157,7 @@ def device_budget(
     quantized: bool = False,
     host: HostBudget = HostBudget(None, 1),
     threads: int = 1,
+    compilers: int = 0,
 ) -> DeviceBudget:
     """The budget of a process on a device, "cuda" or "cpu".
 
@@ -168,10 +171,14 @@ def device_budget(
         quantized: whether weights become 4-bit while they are loaded.
         host: the RAM of the GPU's machine.
         threads: of the process, on a CPU.
+        compilers: its processes that compile layers, on a CPU.
     """
     alone = compute_capability if world_size == 1 and expandable else None  # all that was measured
     kept_free = guard(kind, free_bytes, loose=quantized and not expandable, measured_on=alone)
     if kind == "cpu":
+        if size := compilers * COMPILER_RAM:
+            why = f"{kept_free.why}; with {format_bytes(size)} for {counted(compilers, 'compiler')}"
+            kept_free = Guard(kept_free.bytes + size, why)
         usable = free_bytes - kept_free.bytes
         return DeviceBudget(kind=kind, budget_bytes=usable, guard=kept_free, threads=threads)
     assumed: tuple[str, ...] = ()

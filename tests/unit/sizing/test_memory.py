@@ -8,10 +8,12 @@ from sft_play.plan import Memory
 from sft_play.sizing.estimate.budget import (
     ASSUMED_COMMUNICATOR,
     ASSUMED_CONTEXT,
+    COMPILER_RAM,
     LOOSE_SHARE,
     DeviceBudget,
     device_budget,
     guard,
+    host_budget,
 )
 from sft_play.sizing.estimate.memory import SizedStep, estimate, scaled_step
 from sft_play.sizing.estimate.samples import basis
@@ -68,6 +70,14 @@ def test_the_context_is_that_of_the_generation_where_it_was_measured():
 def test_measured_overheads_are_not_called_assumed():
     device = device_budget("cuda", GIB, context_bytes=300 * MIB, world_size=2)
     assert device.assumed == () and device.context_bytes == 300 * MIB
+
+
+def test_the_ram_of_processes_that_compile_stays_free():
+    plain, compiling = (device_budget("cpu", 10 * GIB, compilers=count) for count in (0, 4))
+    assert compiling.guard.bytes == plain.guard.bytes + 4 * COMPILER_RAM
+    assert compiling.budget_bytes == plain.budget_bytes - 4 * COMPILER_RAM
+    assert compiling.guard.why == f"{plain.guard.why}; with 2.00 GiB for 4 compilers"
+    assert host_budget(None, 2, compilers=3).own_bytes == host_budget(None, 2).own_bytes + 3 * COMPILER_RAM
 
 
 def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
