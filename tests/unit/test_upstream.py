@@ -16,6 +16,7 @@ import torch
 
 from sft_play.sizing.kernels import simulation
 from sft_play.sizing.step import LOSS_TILES
+from sft_play.upstream.transformers import NOT_DECAYED
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -126,6 +127,12 @@ WRITTEN = [
     ("_z3_optimizer", ZERO3, "p._z3_optimizer = self"),
     ("_zero_optimizer", ZERO2, "lp._zero_optimizer = self"),
     ("grad_accum", ZERO2, "param.grad_accum = None"),
+    (
+        "NOT_DECAYED",
+        "transformers:Trainer.get_decay_parameter_names",
+        "[" + ", ".join(f'r"{pattern}"' for pattern in NOT_DECAYED) + "]",
+    ),
+    ("get_parameter_names", "transformers:Trainer.get_decay_parameter_names", "(model, [nn.LayerNorm], "),
     (
         "module_forward_pre_hook",
         ENGINE,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby, product
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import dora
@@ -26,7 +26,7 @@ from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.layers import choose_layers
 from sft_play.timeline import WHOLE_MODEL
 from sft_play.upstream.patching import patched
-from sft_play.upstream.transformers import quantize_layers
+from sft_play.upstream.transformers import decayed, quantize_layers
 from sft_play.vision.looks import trained_parts
 from sft_play.vision.models import attention_by_part
 
@@ -178,15 +178,13 @@ def trained_elements(config: "PretrainedConfig", spec: StepSpec) -> list[list[in
 
     transformers' trainer has two groups, with weight decay and without, and LoRA+ those of the B matrices.
     """
-    from transformers import Trainer
-
     base, stand_ins = skeleton(config, spec, all_layers=False)
     model: Any = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base, trained_parts(config, spec.vision))
     owners = layer_of_modules(model, layers_told_apart(base, stand_ins))
     owner_of = {weight: owners[module] for module in owners for weight in module.parameters(recurse=False)}
-    decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    decay = decayed(model)
     splits_rates = spec.lora.plus_ratio is not None
     keys = product((False, True) if splits_rates else (False,), (True, False))
     groups: dict[tuple[bool, bool], list[int]] = {key: [] for key in keys}

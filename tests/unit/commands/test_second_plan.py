@@ -23,7 +23,7 @@ found = sorted({unwanted!r} & set(sys.modules))
 assert code == 0 and not found, found
 """
 COMPILER = {"torch._inductor.compile_fx"}
-FOR_OTHERS = COMPILER | {"deepspeed"}  # what a plan without rows has no use for
+FOR_OTHERS = COMPILER | {"deepspeed", "datasets", "pandas"}  # what a plan without rows has no use for
 
 
 @pytest.fixture
