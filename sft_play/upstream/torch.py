@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.upstream.patching import patched
 
@@ -227,6 +228,33 @@ def schema_of(operation: Any) -> Any:
     What makes this unnecessary: public names for these (2.13 has none).
     """
     return operation._schema
+
+
+@cache
+def fake_by(operation: Any) -> Literal["view", "kernel", "constructor"] | None:
+    """How a `FakeTensorMode` comes to an operation's result (`_dispatch_impl`), if in one of these ways.
+
+    It asks nothing but the operation's kernel for meta tensors; of a constructor, which then makes one there.
+    What makes this unnecessary: a mode that finds this out once for an operation (2.13 does for each call).
+    """
+    from torch import Tag
+    from torch._decomp import decomposition_table, meta_table
+    from torch._subclasses import fake_impls
+    from torch._subclasses.fake_tensor import FakeTensorMode, torch_decomp_decompositions
+
+    if operation.namespace != "aten" or not fake_impls.has_meta(operation):
+        return None
+    composite = operation._can_decompose()
+    if operation.is_view:
+        left = composite or operation in FakeTensorMode.lift_fns or Tag.inplace_view in operation.tags
+        return None if left else "view"
+    if operation in fake_impls._like_tensor_constructors or fake_impls._is_tensor_constructor(operation):
+        return "constructor"
+    decomposed = operation in decomposition_table and torch_decomp_decompositions(operation)
+    if operation not in meta_table and (decomposed or composite):
+        return None
+    own = any(answers(operation) for answers, _ in fake_impls.op_implementations_checks)
+    return None if own else "kernel"
 
 
 def active_modes() -> Sequence[Any]:

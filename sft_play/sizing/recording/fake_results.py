@@ -4,6 +4,9 @@ PyTorch's own cache of fake results costs more than most operations: its keys ho
 tensor. A trace has dense tensors of one process only, so few properties tell calls apart. Whatever is out of
 the ordinary (another class of tensor, an argument that cannot be compared, a result that aliases in another
 way) is left to PyTorch. What is kept has shapes, strides and types, no tensors.
+
+Where PyTorch would only ask the operation's kernel for meta tensors, that is asked at once: for each view,
+and the first time for others. PyTorch's way to it takes several times as long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from sft_play.upstream.torch import schema_of
+from sft_play.upstream.torch import fake_by, schema_of
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # shape, stride, type and device
 Maker = Callable[["KeepingFakeMode", Any, Sequence[Any], Mapping[str, Any]], Any]  # mode, operation, operands
@@ -27,7 +30,7 @@ NOT_KEPT = frozenset(["lift", "lift_fresh", "lift_fresh_copy", "resize_", "resiz
 ODD = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view])
 MOST_CALLS = 100_000  # that are known at a time; a trace has one or two thousand of its own
 
-_META = torch.device("meta")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _LEFT = object()  # the result of a call that is left to PyTorch
 without_function_modes = torch._C.DisableTorchFunction
 
@@ -63,6 +66,9 @@ class KeepingFakeMode(FakeTensorMode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same within the handler of another mode, without a way through PyTorch's dispatcher."""
+        if func.namespace == "profiler":  # FSDP2 sets many marks
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         with without_function_modes():
             found, key = self.found(func, args, kwargs)
         if found is _LEFT:
@@ -72,22 +78,39 @@ class KeepingFakeMode(FakeTensorMode):
         return found
 
     def found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The result if it is known; else a mark, with the key to keep it by or None."""
+        """The result if it is known or a kernel has it; else a mark, with the key to keep it by or None."""
+        way = fake_by(func)
+        if way == "view" and type(args[0]) is FakeTensor and self._is_own(args[0]):
+            return _view(self, func, args, kwargs), None
         parts: list[Any] = [func, torch.get_default_dtype()]
         if not (self._described(args, parts) and self._described((*kwargs, *kwargs.values()), parts)):
             return _LEFT, None
         key = tuple(parts)
         make = self.known.get(key, _LEFT)
-        if make is _LEFT:
+        if make is None:
+            return _LEFT, None
+        if make is not _LEFT:
+            return make(self, func, args, kwargs), None  # type: ignore[operator]
+        devices = {each.fake_device for each in _tensors((args, tuple(kwargs.values())))}
+        if way == "constructor":
+            devices = {kwargs.get("device") or next(iter(devices), _CPU)}
+        elif way != "kernel" or len(devices) != 1:
             return _LEFT, key
-        return (_LEFT if make is None else make(self, func, args, kwargs)), None  # type: ignore[operator]
+        on_meta = {**kwargs, "device": _META} if way == "constructor" else kwargs
+        out = _by_kernel(self, func, args, on_meta, devices.pop())
+        self._keep(key, func, args, kwargs, out)
+        return out, None
+
+    def _is_own(self, tensor: FakeTensor) -> bool:
+        """Whether a tensor of any shape is of this mode, and has no value."""
+        return tensor.constant is None and tensor.fake_mode is self
 
     def _described(self, values: Any, parts: list[Any]) -> bool:
         """Appends all that a result may depend on; whether that is possible."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if value.constant is not None or value.fake_mode is not self:
+                if not self._is_own(value):
                     return False
                 parts += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
             elif kind in COMPARED:
@@ -100,12 +123,16 @@ class KeepingFakeMode(FakeTensorMode):
                 return False
         return True
 
-    def _keep(self, key: object, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _keep(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if key is None:
             return
         if len(self.known) >= MOST_CALLS:
             self.known.clear()
-        self.known[key] = _maker_of(func, args, kwargs, out)
+        parts = [*key[:2]]
+        self._described(args, parts)
+        self._described((*kwargs, *kwargs.values()), parts)
+        # a tensor for the result may have got its shape just now
+        self.known[key] = _maker_of(func, args, kwargs, out) if tuple(parts) == key else None
 
     def wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake tensor of any shape, as `FakeTensor.__new__` makes it, which examines each argument."""
@@ -128,9 +155,8 @@ def _maker_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     outs = out if isinstance(out, (list, tuple)) else (out,)
     if not outs or not all(type(each) is FakeTensor and each.constant is None for each in outs):
         return None
-    if any(out is each for each in kwargs.values()):
-        return None
-    for place, value in enumerate(args):
+    given_by: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given_by:
         if out is value:
             return partial(_argument, place)
     given = list(_tensors((args, tuple(kwargs.values()))))
@@ -144,7 +170,7 @@ def _maker_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     layouts = [(each.shape, each.stride(), each.dtype, each.fake_device) for each in outs]
     if isinstance(out, torch.Tensor):
         return partial(_new, layouts[0])
-    return partial(_several_new, layouts) if type(out) is tuple else None
+    return partial(_several_new, type(out), layouts) if type(out) in (tuple, list) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -172,9 +198,9 @@ def _nothing(mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: M
 
 
 def _argument(
-    place: int, mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]
+    place: int | str, mode: KeepingFakeMode, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    return args[place]
+    return kwargs[place] if isinstance(place, str) else args[place]
 
 
 def _new(
@@ -186,20 +212,25 @@ def _new(
         return mode.wrapped(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
 
 
-def _several_new(layouts: Sequence[Layout], *call: Any) -> tuple[FakeTensor, ...]:
-    return tuple(_new(layout, *call) for layout in layouts)
+def _several_new(kind: type, layouts: Sequence[Layout], *call: Any) -> Any:
+    return kind(_new(layout, *call) for layout in layouts)
 
 
 def _view(mode: KeepingFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A view, or several, that PyTorch's kernel makes of the meta tensor within the fake one."""
-    device = next(_tensors(args)).fake_device
+    return _by_kernel(mode, func, args, kwargs, next(_tensors(args)).fake_device)
+
+
+def _by_kernel(
+    mode: KeepingFakeMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Any:
+    """What PyTorch's kernel makes of the meta tensors within the fake ones."""
     mode.in_kernel_invocation = True
     try:
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             torch._C._set_meta_in_tls_dispatch_include(True)
             out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor):
-                return mode.wrapped(out, device)
-            return type(out)(mode.wrapped(each, device) for each in out)
+            if isinstance(out, (list, tuple)):
+                return type(out)(mode.wrapped(each, device) for each in out)
+            return mode.wrapped(out, device) if type(out) is torch.Tensor else out  # an argument, or nothing
     finally:
         mode.in_kernel_invocation = False
