@@ -97,6 +97,8 @@ CALLED = {
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param": "param device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty": "tensor num_chunks dim",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init": "",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "",
     "torch.distributed.fsdp._fully_shard._fsdp_param:nn.Parameter": "data requires_grad",
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",

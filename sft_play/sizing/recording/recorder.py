@@ -20,7 +20,7 @@ from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.upstream.torch import is_view
 from sft_play.work import FREE, IN_RAM, TRANSFER, Work
 
-DEVICE_OF = torch.ops.prim.device.default
+DEVICE_OF, FAKE = torch.ops.prim.device.default, FakeTensor
 
 
 @dataclass(frozen=True)
@@ -216,16 +216,21 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         """Whether a tensor of any shape is known to be in RAM."""
         return any(block in self.in_ram for block in self.blocks_of([tensor]))
 
+    def device_of(self, tensor: FakeTensor) -> torch.device:
+        """What two of three calls ask of a tensor of any shape, slow if they are passed on."""
+        self._sum = None
+        if self.phase == "backward":
+            with without_function_modes():
+                self._asked.add(tensor.untyped_storage()._cdata)
+        return tensor.fake_device
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results."""
+        if func is DEVICE_OF and isinstance(args[0], FAKE):
+            return self.device_of(args[0])
         self._sum = None
-        if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # two of three calls, slow if passed on
-            if self.phase == "backward":
-                with without_function_modes():
-                    self._asked.add(args[0].untyped_storage()._cdata)
-            return args[0].fake_device
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)

@@ -30,7 +30,7 @@ from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture.shape import units_of
 from sft_play.sizing.kernels.simulation import SymbolicRecorder
-from sft_play.sizing.recording.recorder import AllocationRecorder
+from sft_play.sizing.recording.recorder import DEVICE_OF, FAKE, AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.fake_model import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.trace.zero3 import simulate_zero3
@@ -64,6 +64,8 @@ class ShardRecorder(SymbolicRecorder):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results, once they are those of shards."""
+        if func is DEVICE_OF and isinstance(args[0], FAKE) and not self._computes_shapes:
+            return self.device_of(args[0])
         if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls the operation for its shard
         if self._computes_shapes:
@@ -297,11 +299,43 @@ def drop_kept_gradients(model: torch.nn.Module) -> None:
             parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
 
-def forget_forward(model: torch.nn.Module) -> None:
-    """Lets a forward pass that no backward pass has followed leave nothing for the next one to look for."""
-    for _, group in _divided(model):
-        group.comm_ctx.post_forward_order.clear()
-        group._post_forward_indices.clear()
+def changes_in_a_pass(model: torch.nn.Module) -> bool:
+    """Whether layers change in their first pass: those in 4 bits cast their bias for good."""
+    return any(isinstance(each, four_bit.Linear4bit) and each.bias is not None for each in model.modules())
+
+
+def first_pass(model: Any, compute: Callable[[], torch.Tensor], *, backward: bool) -> None:
+    """Lets FSDP2 do what it does in a pass, beside what the model computes, which does not count.
+
+    That is computed only where the model changes meanwhile.
+
+    Args:
+        model: divided.
+        compute: the forward pass, which returns the loss, a scalar.
+        backward: whether trained weights get gradients, which are exchanged or kept.
+    """
+    groups = [group for _, group in _divided(model)]
+    if changes_in_a_pass(model):
+        loss = compute()
+        if backward:
+            loss.backward()
+        for group in groups:  # what no backward pass has followed leaves nothing for the next one to look for
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+        return
+    root = model._get_fsdp_state()
+    root._lazy_init()
+    for group in groups:
+        group.unshard()
+        group.wait_for_unshard()
+        if not backward:
+            group.reshard()
+            continue
+        for whole in (parameter.unsharded_param for parameter in group.fsdp_params):
+            whole.grad = torch.empty_like(whole) if whole.requires_grad else None
+        group.post_backward()
+    if backward:
+        root._root_post_backward_final_callback()
 
 
 def _divided(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:

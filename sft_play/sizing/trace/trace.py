@@ -143,11 +143,14 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     from sft_play.sizing.trace.sharded import (
         ShardRecorder,
         add_kept_gradients,
-        forget_forward,
+        first_pass,
         load_shards,
         offloads,
         silent_group,
     )
+
+    def compute() -> torch.Tensor:
+        return forward(model, make_batch(spec, look=Look.of(model.config)), spec)
 
     recorder, before = _recorder(ShardRecorder, spec), _recorder(ShardRecorder, spec)
     before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
@@ -156,11 +159,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
         load_shards(model, layers, spec, recorder)
         _set_up(model, replace(spec, activations=Activations(), mlp_tile=0))
         with before, model.no_sync() if spec.accumulates else torch.no_grad():
-            loss = forward(model, make_batch(spec, look=Look.of(model.config)), spec)
-            if spec.accumulates:
-                loss.backward()
-        del loss
-        forget_forward(model)
+            first_pass(model, compute, backward=spec.accumulates)
         prepare_for_training(model, spec)
         with recorder.placing(in_ram=offloads(spec)):
             optimizer = _optimizer_with_states(model, layers, spec, recorder)

@@ -1,5 +1,6 @@
 """The trace of a step whose weights are divided among processes."""
 
+import random
 import sys
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.small_models import TALL, WIDE, small_config
-from benchmarks.steps import step_of
+from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.sizing.estimate.allocator import replay_steps
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import sharded
 from sft_play.sizing.trace.sharded import silent_group
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import TERMS
@@ -38,6 +40,28 @@ def spec(**changes) -> StepSpec:
 
 
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 8))])
+def test_a_first_pass_without_computing_leaves_every_byte_of_a_step_as_it_is(seed, monkeypatch):
+    draw = random.Random(seed)
+    step = spec(
+        mode=draw.choice(["full", "lora", "qlora"]),
+        shards=draw.choice([2, 3]),
+        replicated=draw.random() < 0.3,
+        accumulates=draw.random() < 0.7,
+        reshard_after_forward=draw.random() < 0.7,
+        offload=draw.random() < 0.3,
+        activations=draw.choice(["keep", "recompute"]),
+        **ON_GPU,
+    )
+    step = step_with(step, defers_exchange=step.accumulates and draw.random() < 0.5)
+    config = small_config(draw.choice(["llama", "qwen3_moe"]), SMALL)
+    found = trace_step(config, step)
+    monkeypatch.setattr(sharded, "changes_in_a_pass", lambda model: True)
+    computed = trace_step(config, step)
+    assert found.same_structure(computed) and found.sizes.tobytes() == computed.sizes.tobytes()
+    assert found.work.sizes.tobytes() == computed.work.sizes.tobytes()
 
 
 @pytest.mark.thorough
