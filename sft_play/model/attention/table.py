@@ -6,6 +6,7 @@ attention_backward.cu and mem_eff_attention/kernel_backward.h, and FlashAttentio
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from sft_play.choices.kernels import Capability, Span, within
@@ -250,6 +251,7 @@ def fused_kernel(capability: Capability, dtype: str, head_dim: int, **call: Any)
     return next((kernel for kernel in FUSED if kernel.takes(capability, dtype, head_dim, **call)), None)
 
 
+@cache
 def same_kernels(capability: Capability) -> Capability:
     """The lowest compute capability with the same kernels and allocations: steps are traced once for all."""
     facts = {known.gpus for kernel in (JOINED, *FUSED) for known in kernel.inputs}

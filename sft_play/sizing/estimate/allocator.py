@@ -61,25 +61,33 @@ class _Pool:
 
     def take(self, size: int) -> tuple[int, int]:
         """The address and the size of the block that a request gets."""
-        place = bisect_left(self.free, size << ADDRESS_BITS)
-        if place < len(self.free):
-            found = self.free.pop(place)
+        free, place = self.free, bisect_left(self.free, size << ADDRESS_BITS)
+        if place < len(free):
+            found = free.pop(place)
             given, address = found >> ADDRESS_BITS, found & ADDRESSES
-            del self.sizes[address], self.starts[address + given]
+            del self.sizes[address]
         else:
             address, given = self._grow(size)
-        if given - size >= self.least:
-            self._add(address + size, given - size)
-            given = size
-        return address, given
+        if given - size < self.least:
+            self.starts.pop(address + given, None)
+            return address, given
+        self._add(address + size, given - size)
+        return address, size
 
     def give_back(self, address: int, size: int) -> None:
-        before = self.starts.get(address)
+        free, sizes = self.free, self.sizes
+        before = self.starts.pop(address, None)
         if before is not None:
-            address, size = before, size + self._remove(before)
-        if address + size in self.sizes:
-            size += self._remove(address + size)
-        self._add(address, size)
+            own = sizes[before]
+            del free[bisect_left(free, own << ADDRESS_BITS | before)]
+            address, size = before, size + own
+        after = sizes.pop(address + size, None)
+        if after is not None:
+            del free[bisect_left(free, after << ADDRESS_BITS | address + size)]
+            size += after
+        # `_add`, without a call
+        insort(free, size << ADDRESS_BITS | address)
+        sizes[address], self.starts[address + size] = size, address
 
     def missing(self, size: int) -> int:
         """The bytes of the segment that a request needs; 0 if a free block is large enough."""
@@ -247,15 +255,11 @@ def as_changes(sizes: Mapping[int, int], parts: Iterable[list[int]]) -> Iterator
 def events_by_phase(step: Step) -> tuple[dict[str, list[int]], list[int]]:
     """The events of each phase, and the blocks of the optimizer's states, which they do not have."""
     line = step.timeline
-    terms = line.terms[line.source].tolist()
-    events: dict[str, list[int]] = {phase: [] for phase in PHASES}
-    states = []
-    for event, number in zip(line.events.tolist(), line.phases.tolist(), strict=True):
-        if PHASES[number] == "forward" and TERMS[terms[abs(event) - 1]] == "optimizer":
-            states.append(event)
-        else:
-            events[PHASES[number]].append(event)
-    return events, states
+    is_state = (line.terms[line.source] == TERMS.index("optimizer"))[np.abs(line.events) - 1]
+    is_state &= line.phases == PHASES.index("forward")
+    here = {phase: (line.phases == number) & ~is_state for number, phase in enumerate(PHASES)}
+    events = {phase: line.events[chosen].tolist() for phase, chosen in here.items()}
+    return events, line.events[is_state].tolist()
 
 
 def _again(events: dict[str, list[int]]) -> list[list[int]]:

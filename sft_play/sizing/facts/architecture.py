@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Union
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Union
 
 from pydantic import TypeAdapter
 
@@ -59,7 +59,7 @@ class Architecture:
 
     def ask(self, question: Callable[["PretrainedConfig", *About], T], *about: *About) -> T:
         """The answer to one of `step_facts`, kept or found now; raises what the question does."""
-        kind = TypeAdapter(question.__annotations__["return"])
+        kind = _kind_of(question)
         known = recall(question.__name__, self.text, *about) if self.keeps else None
         if known is not None:
             return kind.validate_python(known[0])
@@ -68,6 +68,11 @@ class Architecture:
         if self.keeps:
             remember([kind.dump_python(answer, mode="json")], question.__name__, self.text, *about)
         return answer
+
+
+@cache
+def _kind_of(question: Callable[..., Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(question.__annotations__["return"])
 
 
 def text_of(config: "PretrainedConfig") -> str:
