@@ -1,7 +1,7 @@
 """How the pictures of all rows are given to a model, as numbers: what a plan knows of them."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,9 +51,8 @@ class RowFits:
 
 
 def same_fits(rows: int, pictures: int, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
-    """The fields of the `RowFits` of rows that have so many pictures each, all alike, before their texts."""
-    fits = [astuple(replace(fit, begin=number * fit.tokens)) for number in range(pictures)]
-    return np.tile(fits, (rows, 1)), np.arange(rows + 1) * pictures
+    """The fields of the `RowFits` of rows that have so many pictures each, all alike."""
+    return np.tile(astuple(fit), (rows * pictures, 1)), np.arange(rows + 1) * pictures
 
 
 def fits_of_rows(rows: "datasets.Dataset") -> tuple[np.ndarray | None, np.ndarray | None]:
