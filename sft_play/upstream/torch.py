@@ -251,10 +251,10 @@ def fake_by(operation: Any) -> Literal["view", "kernel", "constructor"] | None:
     if operation in fake_impls._like_tensor_constructors or fake_impls._is_tensor_constructor(operation):
         return "constructor"
     decomposed = operation in decomposition_table and torch_decomp_decompositions(operation)
-    if operation not in meta_table and (decomposed or composite):
-        return None
     own = any(answers(operation) for answers, _ in fake_impls.op_implementations_checks)
-    return None if own else "kernel"
+    if own or (operation not in meta_table and (decomposed or composite)):
+        return None
+    return "kernel"
 
 
 def active_modes() -> Sequence[Any]:

@@ -124,7 +124,8 @@ def _blocks_as_far(fits: Sequence[Fit]) -> list[tuple[int, int, int]]:
     """Blocks that begin as far from the start of a row as those of the pictures, in rows that are close."""
     found, first, end = [], 0, 0
     for fit in fits:
-        first = first if first + fit.begin >= end else end
+        if first + fit.begin < end:
+            first = end
         end = first + fit.begin + fit.tokens
         found.append((first, first + fit.begin, end))
     return found

@@ -131,8 +131,9 @@ class KeepingFakeMode(FakeTensorMode):
         parts = [*key[:2]]
         self._described(args, parts)
         self._described((*kwargs, *kwargs.values()), parts)
-        # a tensor for the result may have got its shape just now
-        self.known[key] = _maker_of(func, args, kwargs, out) if tuple(parts) == key else None
+        self.known[key] = None
+        if tuple(parts) == key:  # else a tensor for the result has got its shape just now
+            self.known[key] = _maker_of(func, args, kwargs, out)
 
     def wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake tensor of any shape, as `FakeTensor.__new__` makes it, which examines each argument."""
@@ -170,7 +171,9 @@ def _maker_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     layouts = [(each.shape, each.stride(), each.dtype, each.fake_device) for each in outs]
     if isinstance(out, torch.Tensor):
         return partial(_new, layouts[0])
-    return partial(_several_new, type(out), layouts) if type(out) in (tuple, list) else None
+    if type(out) in (tuple, list):
+        return partial(_several_new, type(out), layouts)
+    return None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -332,7 +332,8 @@ def first_pass(model: Any, compute: Callable[[], torch.Tensor], *, backward: boo
             group.reshard()
             continue
         for whole in (parameter.unsharded_param for parameter in group.fsdp_params):
-            whole.grad = torch.empty_like(whole) if whole.requires_grad else None
+            if whole.requires_grad:
+                whole.grad = torch.empty_like(whole)
         group.post_backward()
     if backward:
         root._root_post_backward_final_callback()
