@@ -22,6 +22,7 @@ DIVIDED = {
 # Random runs beside those of `random_on_a_cpu`.
 OTHER_RUNS = {
     "of another seed": "random_heldout",
+    "of a third seed, two processes": "random_two",
     "after a probe, two processes": "random_probed",
     "with divided tokens, two processes": "random_sequence",
 }
