@@ -309,6 +309,7 @@ def forget(runs: list[RandomRun], log: MeasurementLog) -> None:
 def predict_again(runs: list[RandomRun], folder: Path, log: MeasurementLog) -> None:
     """Adds to the log what today's code predicts of the plans that other code predicted."""
     latest = log_of(log)
+    os.environ["OMP_NUM_THREADS"] = "1"  # as in the processes that measure; a plan goes by it
     for run in runs:
         found = latest.get(run.key, [{}])
         if "measured" not in found[0] or found[0].get("code") == step_code():

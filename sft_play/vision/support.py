@@ -1,7 +1,6 @@
 """What of a run goes together with images; everything else is refused in a sentence before it is planned."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sft_play.choices.engines import SEVERAL, TRAITS
 from sft_play.config.schema import RunConfig
@@ -9,11 +8,8 @@ from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.vision.fits import RowFits
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, seen: bool) -> None:
+def require_supported(config: RunConfig, model_type: str, *, seen: bool) -> None:
     """Checks a run whose rows have images (`seen`), or have none.
 
     Raises:
@@ -21,13 +17,13 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
             method than the rest, or without images.
     """
     vision, mode = config.tuning.vision, config.tuning.mode
-    if seen and (setting := _against_images(config, architecture)):
+    if seen and (setting := _against_images(config, model_type)):
         raise ConfigError(f"{setting} is not supported yet for rows with images; leave it out")
     if vision == "frozen":
         return
     if not seen:
         raise ConfigError(
-            f"tuning.vision={vision} trains what sees of {architecture.model_type}, but no row has an "
+            f"tuning.vision={vision} trains what sees of {model_type}, but no row has an "
             "image, so it would have no gradients; set tuning.vision=frozen"
         )
     if mode != vision:
@@ -37,12 +33,12 @@ def require_supported(config: RunConfig, architecture: "PretrainedConfig", *, se
         )
 
 
-def _against_images(config: RunConfig, architecture: "PretrainedConfig") -> str | None:
+def _against_images(config: RunConfig, model_type: str) -> str | None:
     """The first setting with which rows with images are not trained; None if there is none."""
     train, parallel, attention = config.train, config.parallel, config.model.attention
     settings = {
         "train.packing=true": train.packing,
-        "train.padding_free=false": train.padding_free is False and architecture.model_type == "gemma3",
+        "train.padding_free=false": train.padding_free is False and model_type == "gemma3",
         "train.compile=true": train.asks_compile,
         "train.neftune_noise_alpha": train.neftune_noise_alpha is not None,
         f"model.attention={attention}": attention not in ("auto", "varlen_sdpa"),

@@ -11,7 +11,6 @@ from sft_play.vision.recipes import KINDS
 from sft_play.vision.support import require_supported, trained_on
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
-from tests.vision_models import config_of
 
 
 def run(**sections):
@@ -34,7 +33,7 @@ def run(**sections):
 )
 def test_what_does_not_go_together_with_images_is_refused(sections, kind, words):
     with pytest.raises(ConfigError, match=words):
-        require_supported(run(**sections), config_of(kind), seen=True)
+        require_supported(run(**sections), kind, seen=True)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +42,16 @@ def test_what_does_not_go_together_with_images_is_refused(sections, kind, words)
 )
 @pytest.mark.parametrize("kind", sorted(TRAINED_TYPES - {"idefics3"}))
 def test_what_goes_together_is_not_refused_and_the_same_with_packing_is(tuning, kind):
-    require_supported(run(tuning=tuning), config_of(kind), seen=True)
+    require_supported(run(tuning=tuning), kind, seen=True)
     with pytest.raises(ConfigError, match="train.packing=true is not supported yet for rows with images"):
-        require_supported(run(tuning=tuning, train={"packing": True}), config_of(kind), seen=True)
+        require_supported(run(tuning=tuning, train={"packing": True}), kind, seen=True)
 
 
 def test_what_sees_is_not_trained_without_images():
     asked = run(tuning={"mode": "full", "vision": "full"})
     with pytest.raises(ConfigError, match="no row has an image.*set tuning.vision=frozen"):
-        require_supported(asked, config_of("smolvlm"), seen=False)
-    require_supported(run(), config_of("gemma3"), seen=False)
+        require_supported(asked, "smolvlm", seen=False)
+    require_supported(run(), "gemma3", seen=False)
 
 
 def test_the_planner_takes_no_plan_that_rows_with_images_are_not_trained_by():
