@@ -56,7 +56,6 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.
 NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
 
-
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
 # compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
 # for other libraries than libgomp.

@@ -45,7 +45,8 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     config, architecture, facts = request.config, request.architecture, request.facts
     device, train = request.device, config.train
     _require_kernels(request)
-    require_supported(config, architecture.facts.model_type, seen=facts.pictures.exist)
+    if facts.seen:  # what rows have that are assumed is not known
+        require_supported(config, architecture.facts.model_type, seen=facts.pictures.exist)
     if train.router_aux_loss_coef and not architecture.facts.balances_experts:
         raise ConfigError(
             f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "

@@ -114,7 +114,10 @@ class MicroBatch:
         return sum(length**2 for length in self.lengths)
 
     def covers(self, other: "MicroBatch") -> bool:
-        """Whether its step takes no less than another one's, but for what is held beside them."""
+        """Whether its step takes no less than another one's, but for what is held beside them.
+
+        Where pictures begin in their rows, which changes little, is left out.
+        """
         if (self.first, self.last) != (other.first, other.last):
             return False
         own, others = (

@@ -39,7 +39,8 @@ def heaviest(batches: Sequence[MicroBatch], *, by_length: bool = False) -> list[
     Args:
         batches: all that come into question.
         by_length: whether attention over joined sequences takes memory with the square of their lengths. Such
-            a step takes a trace of its own, so only those with most of something are looked at.
+            a step takes a trace of its own, so only those with most of something are looked at. With
+            pictures, what waits beside a step may decide, and most need no trace (`MicroBatch.covers`).
     """
     found: list[MicroBatch] = []
     for first in (False, True):

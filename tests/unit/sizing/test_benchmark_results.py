@@ -156,6 +156,12 @@ def test_drawn_runs_with_compiled_layers_took_what_was_predicted():
     assert [round(error, 4) for error in off] == [-0.0032]  # SmolLM3's QLoRA under autocast; not known why
 
 
+def test_runs_with_images_on_two_processes_took_what_the_docs_say():
+    errors = results_of("vision_runs_cpu.json")["errors"]
+    assert (errors["all"]["within_target"], errors["all"]["runs"]) == (59, 60)
+    assert errors["all"]["worst_low"] > -0.001 and errors["all"]["worst_high"] == errors["ddp"]["worst_high"]
+
+
 def test_steps_on_a_gpu_took_what_is_predicted_of_them_now():
     turns = results_of("gpu/NVIDIA-H200-x1.json")["turns"]
     errors = {

@@ -1,10 +1,18 @@
 """Plans for rows with images that are not here."""
 
+from dataclasses import replace
+
 import pytest
 
 from sft_play.cli import parse
 from sft_play.commands.plan import plan_command
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.machine.gpus import detect
+from sft_play.planning.allowed import allowed_plans
+from sft_play.planning.request import Request
+from sft_play.planning.rows.facts import DataFacts
+from sft_play.sizing.facts.architecture import Architecture
 from tests.unit.report.test_plan import screen
 from tests.vision_models import config_of
 
@@ -51,3 +59,12 @@ def test_the_first_plan_alone_needs_no_description_of_texts(plan):
 def test_what_rows_with_images_are_not_trained_with_is_not_planned(plan, words, said):
     with pytest.raises(ConfigError, match=said):
         plan(*IMAGES, *words)
+
+
+def test_rows_that_are_not_known_are_not_said_to_have_no_image():
+    tree = {"model": {"name": "x"}, "data": {"train_path": "x"}, "tuning": {"mode": "full", "vision": "full"}}
+    model, assumed = Architecture.of(config_of("smolvlm")), DataFacts.full_rows(64, 0)
+    request = Request(RunConfig.model_validate(tree), model, assumed, replace(detect(), gpus=()), 1)
+    assert allowed_plans(request)[0]
+    with pytest.raises(ConfigError, match="no row has an image"):
+        allowed_plans(replace(request, facts=replace(assumed, seen=True)))
