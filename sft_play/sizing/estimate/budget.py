@@ -93,7 +93,7 @@ def guard(
 def _cpu_share() -> tuple[float, str]:
     share = max(UNMEASURED_SHARE, SAFETY * CPU_ERROR.worst)
     why = f"{share:.1%} for memory that Python and its libraries use outside of PyTorch"
-    return share, f"{why}; measured prediction errors are at most {CPU_ERROR.worst:.2%}"
+    return share, f"{why}; under-predictions were at most {CPU_ERROR.worst:.2%} in {CPU_ERROR.where}"
 
 
 def _gpu_share(measured_on: tuple[int, int] | None) -> tuple[float, str]:
