@@ -17,6 +17,7 @@ from typing import Any
 
 from sft_play.start import part
 from sft_play.upstream.bitsandbytes import compiled_when_called
+from sft_play.upstream.transformers import exports_read_once
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
@@ -93,7 +94,7 @@ def importing_libraries() -> Iterator[None]:
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
     """
     known = len(sys.modules)
-    with collector_off(), part("imports"), compiled_when_called():
+    with collector_off(), part("imports"), compiled_when_called(), exports_read_once():
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once

@@ -1,16 +1,11 @@
 """What we change in bitsandbytes, and take of its private parts."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType
 from typing import Any
 
-from sft_play.upstream.patching import patched
-
-COMPILED = "bitsandbytes.backends.default.ops"
+from sft_play.upstream.patching import loaded_within, patched
 
 
 @contextmanager
@@ -40,37 +35,19 @@ def forget_overrides() -> None:
     manager.initialize()
 
 
-@contextmanager
-def compiled_when_called() -> Iterator[None]:
+def compiled_when_called() -> AbstractContextManager[None]:
     """In the block, an import of bitsandbytes, such as PEFT's, does not import PyTorch's compiler.
 
     That takes a second, for four functions that hardly a run calls. What makes this unnecessary: functions
     that are compiled when they are called (0.50 compiles them when it is imported).
     """
-    sys.meta_path.insert(0, _Loader)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(_Loader)
 
-
-class _Loader(SourceFileLoader):
-    """Finds and loads the module of these functions, and no other."""
-
-    @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == COMPILED else None
-        if spec and spec.origin:
-            spec.loader = cls(name, spec.origin)
-        return spec
-
-    def exec_module(self, module: ModuleType) -> None:
+    def change(_: object) -> AbstractContextManager[None]:
         import torch
 
-        with patched(torch, "compile", _when_called):
-            super().exec_module(module)
+        return patched(torch, "compile", _when_called)
+
+    return loaded_within("bitsandbytes.backends.default.ops", change)
 
 
 def _when_called(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

@@ -2,8 +2,11 @@
 
 import atexit
 import builtins
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from sft_play.errors import ConfigError
@@ -57,3 +60,36 @@ def patched(target: Any, name: str, value: object, *, builtin: bool = False) -> 
         yield
     finally:
         delattr(target, name) if before is missing else setattr(target, name, before)
+
+
+@contextmanager
+def loaded_within(name: str, change: Callable[[ModuleType], AbstractContextManager[None]]) -> Iterator[None]:
+    """In the block, an import of the module of this name executes it within `change` of the module."""
+    finder: Any = _Finder(name, change)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder:
+    """Finds one module, for `loaded_within`."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self.name else None
+        loader: Any = spec and spec.loader
+        if loader:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with self.change(module):
+                    execute(module)
+
+            loader.exec_module = exec_module
+        return spec

@@ -90,6 +90,8 @@ CALLED = {
     "torch.utils.tensorboard.summary:hparams": "hparam_dict metric_dict",
     "transformers.convert_slow_tokenizer:bytes_to_unicode": "",
     "transformers.utils.chat_template_utils:_compile_jinja_template": "chat_template",
+    "transformers.utils.import_utils:create_import_structure_from_path": "module_path",
+    "transformers.utils.import_utils:fetch__all__": "file_content",
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),

@@ -1,11 +1,12 @@
 import subprocess
 import sys
 import types
+from contextlib import contextmanager
 
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.upstream.patching import lasting, patched, undone
+from sft_play.upstream.patching import lasting, loaded_within, patched, undone
 
 
 class Base:
@@ -66,3 +67,21 @@ def test_what_lasts_until_the_end_of_the_process_is_undone_before_modules_are():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("undone", "")
+
+
+def test_one_module_is_loaded_within_a_change_and_only_in_the_block(tmp_path, monkeypatch):
+    (tmp_path / "changed_module.py").write_text("seen = ['executed']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.meta_path)
+
+    @contextmanager
+    def change(module):
+        found = [module.__name__]
+        yield
+        module.seen += found
+
+    with loaded_within("changed_module", change):
+        import changed_module
+
+        assert sys.meta_path[0].find_spec("json", None) is None
+    assert changed_module.seen == ["executed", "changed_module"] and sys.meta_path == before

@@ -1,11 +1,15 @@
-"""Weights that files call otherwise than models do are loaded into a model that goes on."""
+"""What transformers does in our way gives what it gives in its own."""
+
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig
+from transformers.utils import import_utils
 
-from sft_play.upstream.transformers import loaded_as_saved
+from sft_play.upstream.transformers import _reading_once, loaded_as_saved
 from tests.vision_models import config_of, random_model
 
 MOE = dict(
@@ -30,3 +34,17 @@ def test_a_model_takes_weights_by_the_names_that_its_files_have(kind, tmp_path):
     assert not found.unexpected_keys and "load_state_dict" not in vars(model)
     expected = made.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def test_what_models_export_is_the_same_if_their_files_are_read_once(monkeypatch):
+    models = Path(transformers.__file__).parent / "models"
+    folders = [str(models / name) for name in ("auto", "gemma3", "llama", "qwen3_vl")]
+    for name in ("fetch__all__", "create_import_structure_from_path"):
+        monkeypatch.setattr(import_utils, name, getattr(import_utils, name))  # put back afterwards
+    own = [import_utils.create_import_structure_from_path.__wrapped__(folder) for folder in folders]
+    with _reading_once(import_utils):
+        pass
+    assert [import_utils.create_import_structure_from_path(folder) for folder in folders] == own
+    assert any(
+        "LlamaForCausalLM" in names for found in own for each in found.values() for names in each.values()
+    )
