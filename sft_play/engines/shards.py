@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
-from sft_play.upstream.torch import dividing_integers
+from sft_play.upstream.torch import dividing_integers, forget_shardings
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
@@ -102,6 +102,12 @@ def _without_exchange(model: Any, whole: bool) -> Iterator[None]:
 
 def process_mesh(device: str, replicas: int = 1) -> DeviceMesh:
     """All processes [processes], or [replicas, processes that divide one]."""
+    forget_shardings()  # of another mesh, such as a trace's
+    return mesh_of(device, replicas)
+
+
+def mesh_of(device: str, replicas: int) -> DeviceMesh:
+    """The same, if its groups have the names that those of an earlier mesh of this shape had."""
     processes = distributed.get_world_size()
     if replicas == 1:
         return init_device_mesh(device, (processes,))

@@ -184,6 +184,16 @@ def wait_for_ranks(seconds: int) -> None:
     PContext.close.__defaults__ = (None, seconds)
 
 
+def forget_shardings() -> None:
+    """Drops what DTensor has found out, which names the groups of the mesh that it was found out for.
+
+    What makes this unnecessary: meshes that are equal only if their groups are (2.13: those of one shape).
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def is_view(tensor: Any) -> bool:
     """Whether a tensor is a view for autograd, which copies the gradient of one that is changed in place.
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_p
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,7 +36,7 @@ from sft_play.sizing.trace.fake_model import BESIDE_BASE, layer_of_modules, laye
 from sft_play.sizing.trace.zero3 import simulate_zero3
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
 from sft_play.upstream.patching import patched
-from sft_play.upstream.torch import making_real_tensors
+from sft_play.upstream.torch import forget_shardings, making_real_tensors
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -200,8 +200,9 @@ def silent_group(each: int, replicas: int = 1) -> Iterator[None]:
     """
     before = distributed.GroupMember.WORLD
     with ExitStack() as stack:
-        debug._clear_sharding_prop_cache()  # its results name groups, and meshes of two groups are equal
-        stack.callback(debug._clear_sharding_prop_cache)
+        if before:  # else whoever makes a mesh forgets them
+            forget_shardings()
+            stack.callback(forget_shardings)
         stack.callback(distributed_c10d._update_default_pg, before)  # at the end
         stack.enter_context(patched(sys, "excepthook", sys.excepthook))  # it would name this process's rank
         for name, value in REGISTRIES.items():
@@ -209,7 +210,7 @@ def silent_group(each: int, replicas: int = 1) -> Iterator[None]:
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=each * replicas)
         stack.callback(_forget_groups)
         with making_real_tensors():  # a mesh looks at its ranks
-            mesh = shards.process_mesh("cpu", replicas)
+            mesh = shards.mesh_of("cpu", replicas)  # whose groups have the same names each time
         stack.enter_context(patched(shards, "process_mesh", lambda *_: mesh))
         stack.enter_context(patched(four_bit, "fix_4bit_weight_quant_state_from_module", _find_quant_state))
         yield

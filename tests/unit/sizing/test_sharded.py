@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.small_models import TALL, WIDE, small_config
 from benchmarks.steps import step_of, step_with
 from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.engines import shards
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.sizing.estimate.allocator import replay_steps
@@ -324,7 +324,7 @@ def test_what_is_trained_of_a_layer_must_have_one_type():
 
 def norm_of_parts() -> float:
     """Of two tensors of which each of two processes has a 1; nothing is sent, so it is that of one process."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = shards.process_mesh("cpu")
     parts = [distribute_tensor(torch.ones(2), mesh, [Shard(0)]) for _ in range(2)]
     return torch.nn.utils.get_total_norm(parts).full_tensor().item()
 
