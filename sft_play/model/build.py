@@ -172,15 +172,18 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
     set_seed(config.train.seed)  # adapters start from random numbers
-    shards = engine_of(plan.sharing.engine).shards_weights
+    engine = engine_of(plan.sharing.engine)
+    shards = engine.shards_weights
+    # 4-bit layers keep computing in the type that they are loaded in, whatever the engine casts
+    dtype = plan.precision.computed_in if engine.casts_model else plan.precision.dtype
     model = load_base(
         config.model,
-        dtype=plan.precision.dtype,
+        dtype=dtype,
         attn_implementation=plan.attention,
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
-        as_stored=shards and can_be_cast_later(config, plan.precision.dtype),
+        as_stored=shards and can_be_cast_later(config, dtype),
     )
     if plan.kernels != "own":
         own_passes.replace_forwards(model, plan.kernels)

@@ -64,7 +64,7 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
     model: Any = trainer.model  # not wrapped yet
-    with accelerator.autocast(), engine_of(plan.sharing.engine).computing(model):
+    with autocast_of(plan, accelerator.device), engine_of(plan.sharing.engine).computing(model):
         check_causal(model, accelerator.device)
         check_head(model, accelerator.device)
         if plan.rows.joined:
@@ -73,6 +73,12 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
             check_divided(model, part, accelerator.device)
     if announce:
         print_banner(trainer, plan, [(rank, device) for rank, device, _ in members])
+
+
+def autocast_of(plan: Plan, device: torch.device) -> torch.autocast:
+    """That of the plan, also where accelerate has none because DeepSpeed will cast the model."""
+    dtype = getattr(torch, plan.precision.computed_in)
+    return torch.autocast(device.type, dtype=dtype, enabled=plan.precision.autocast != "no")
 
 
 def check_in_force(trainer: Trainer, plan: Plan) -> None:

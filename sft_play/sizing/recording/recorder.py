@@ -94,7 +94,7 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         self.phase, self._layer, self._left_layer = phase, layer, False
 
     def mark_gradient(self) -> None:
-        """Leaves a block without bytes where the first gradient of a parameter is complete."""
+        """Leaves a block without bytes where the first gradient of a parameter is there."""
         if self.phase == "backward" and not self._marked:
             self._marked = True
             self.sizes.append(0)

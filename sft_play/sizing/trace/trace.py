@@ -120,7 +120,7 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
             recorder.add(held, "temporaries")
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         for parameter in trained_parameters(model):
-            parameter.register_post_accumulate_grad_hook(lambda _: recorder.mark_gradient())
+            parameter.register_hook(lambda _: recorder.mark_gradient())
         with recorder, _inputs_in_ram(recorder), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer

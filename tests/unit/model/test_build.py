@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from sft_play.engines.stored import put_to_use
@@ -56,3 +57,13 @@ def test_an_adapter_changes_no_output_before_it_is_trained(tiny_model, tmp_path,
     name = "model.layers.0.self_attn.q_proj"
     same = torch.equal(inside[f"{name}.base_layer.weight"], base.state_dict()[f"{name}.weight"])
     assert same == (init == "default")
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("ddp", torch.float32), ("deepspeed_z2", torch.bfloat16)])
+def test_4_bit_layers_compute_in_the_type_that_the_engine_gives_the_model(
+    tiny_model, tmp_path, engine, dtype
+):
+    job = make_job(tiny_model, tmp_path, "run", mode="qlora")
+    plan = plan_with(job.plan, dtype="float32", mixed_precision="bf16", engine=engine)
+    layers = [each for each in build_model(job.config, plan).modules() if isinstance(each, Linear4bit)]
+    assert layers and all(each.compute_dtype == each.weight.quant_state.dtype == dtype for each in layers)

@@ -11,11 +11,12 @@ from sft_play.model.adapters.attach import attach_adapter
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace.fake_model import trained_elements
 from sft_play.sizing.trace.trace import trace_step
-from sft_play.timeline import WHOLE_MODEL, Buffer
+from sft_play.timeline import TERMS, WHOLE_MODEL, Buffer
 from sft_play.train.trainer import PlannedTrainer
 
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 5, "vocabulary": 300}
+HEAD_BYTES = 4 * SMALL["vocabulary"] * SMALL["hidden"]
 
 
 @pytest.mark.thorough
@@ -43,6 +44,10 @@ def test_a_buffer_can_begin_with_the_first_gradient(mode, activations, lora, fou
     first, end = begins("layers"), begins("end")
     if found == WHOLE_MODEL:
         assert begins("begin") < begin < first
+        begun = set(line.events[:begin].tolist())
+        alive = [line.source[event - 1] for event in begun if event > 0 and -event not in begun]
+        kinds = {TERMS[line.terms[block]] for block in alive if step.sizes[block] == HEAD_BYTES}
+        assert kinds - {"weights", "adapters", "gradients", "optimizer"}  # DeepSpeed copies it before it goes
     else:
         computed = line.layers[first:end] == found
         assert first < begin < first + computed.sum()

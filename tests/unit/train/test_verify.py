@@ -10,7 +10,14 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Llam
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.model.attention import varlen
 from sft_play.model.layers.loss_head import add_loss_head
-from sft_play.train.verify import check_causal, check_head, check_in_force, check_isolation, verify
+from sft_play.train.verify import (
+    autocast_of,
+    check_causal,
+    check_head,
+    check_in_force,
+    check_isolation,
+    verify,
+)
 from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
@@ -66,6 +73,17 @@ def test_a_head_that_does_more_than_the_loss_knows_is_refused():
     check_head(model, CPU)
     model.lm_head.register_forward_hook(lambda module, inputs, out: 3 * out)
     with pytest.raises(ConfigError, match="LlamaForCausalLM changes its logits"):
+        check_head(model, CPU)
+
+
+def test_a_head_in_fp32_on_a_model_in_16_bits_passes_under_the_autocast_of_the_plan():
+    """So modules_to_save are until DeepSpeed casts them; accelerate has no autocast beside it."""
+    model = build().bfloat16()
+    model.lm_head.float()
+    add_loss_head(model)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot compute its logits here"):
+        check_head(model, CPU)
+    with autocast_of(plan_with(PLAN, engine="deepspeed_z2", dtype="bfloat16", mixed_precision="bf16"), CPU):
         check_head(model, CPU)
 
 
