@@ -43,6 +43,7 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
+from sft_play.train.verify import autocast_of
 from sft_play.ui.progress import spinner
 from sft_play.upstream.accelerate import wrapped_as_before
 
@@ -135,7 +136,7 @@ def fits_alone(session: Session, rows: Dataset) -> bool:
     prepare_for_training(model, StepSpec.of(session.job.config, plan))
     try:
         inputs = trainer.micro_batch(rows)
-        with trainer.accelerator.autocast():
+        with autocast_of(plan, trainer.accelerator.device):
             loss = token_loss(model, inputs)
         loss.backward()
     except torch.OutOfMemoryError:

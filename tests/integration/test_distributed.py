@@ -71,10 +71,15 @@ def alone(config):
     return of
 
 
+def logged(run: RunDir, key: str) -> list[tuple[int, float]]:
+    """The steps at which a figure was logged, and its values."""
+    return [(record["step"], record[key]) for record in read_metrics(run) if key in record]
+
+
 def assert_same_result(run: RunDir, alone: RunDir) -> None:
     """Every training loss, gradient norm and evaluation loss, with the row and token counts behind them."""
     for key, tolerance in CLOSE.items():
-        ours, theirs = ([(r["step"], r[key]) for r in read_metrics(one) if key in r] for one in (run, alone))
+        ours, theirs = (logged(one, key) for one in (run, alone))
         assert [step for step, _ in ours] == [step for step, _ in theirs]
         assert_same_values([value for _, value in ours], [value for _, value in theirs], tolerance)
     ended = [read_json(one.summary) for one in (run, alone)]
@@ -122,6 +127,19 @@ def assert_whole_checkpoints(run: RunDir, engine: str) -> None:
         assert (manifest["engine"], manifest["world_size"]) == (engine, 2)
         own = [name for name in manifest["files"] if "_rank_1" in name or "rng_state_1" in name]
         assert len(own) == (2 if engine == "deepspeed_z2" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed_z2", "deepspeed_z3"])
+def test_deepspeed_trains_fp32_adapters_of_16_bit_weights(config, engine):
+    """It casts both to bf16, but not before the checks and the first pass of a probe."""
+    precision = ("model.dtype=bfloat16", "train.mixed_precision=bf16", "train.probe=true")
+    words = ("--config", config, *SETTINGS["lora"], *precision, f"output.name=16-bit-{engine}")
+    command = ("train", "--processes", "2", "--engine", engine, *words, "eval.generate=false")
+    done = finish(start(*command), timeout_s=200)
+    assert done.code == 0, done.err
+    losses = [loss for _, loss in logged(RunDir(config.parent / "runs" / f"16-bit-{engine}"), "eval/loss")]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
