@@ -20,6 +20,7 @@ KINDS = (
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 M, N, K, TIMES, BYTES, FRESH = range(6)  # columns of `Work.sizes`
+OWN, GATHERING, EXCHANGING = range(3)  # an operation of the model; for its weights, or their gradients
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Work:
     kinds: np.ndarray  # of each traced operation, int8
     dtypes: np.ndarray  # index into DTYPES, of what it reads
     by_python: np.ndarray  # whether the model's code called it (forward, recomputation); else autograd did
+    by_engine: np.ndarray  # OWN, or what the engine does it for, int8
     sizes: np.ndarray  # [operations, 6]: M, N, K, TIMES, BYTES, FRESH
     order: np.ndarray  # what runs, with all layers: indices of traced operations
     layers: np.ndarray  # of the full-depth model, of each in `order`; -1 for those outside the layers
@@ -46,6 +48,24 @@ class Work:
         """How many tensors of so many bytes this kind of operation exchanges in the micro-batch."""
         found = self.order[self.kinds[self.order] == kind]
         return Counter(np.rint(self.sizes[found, BYTES]).astype(int).tolist())
+
+    def kept_gathered(self) -> "Work":
+        """The same with weights that stay gathered from the forward to the backward pass."""
+        again = np.arange(len(self.order)) >= self.backward_from
+        return self._of(~(again & (self.by_engine[self.order] == GATHERING)))
+
+    def unexchanged(self) -> "Work":
+        """The same without the exchange of gradients."""
+        return self._of(self.by_engine[self.order] != EXCHANGING)
+
+    def _of(self, runs: np.ndarray) -> "Work":
+        """The work of the operations that run, [n], of those in `order`."""
+        return replace(
+            self,
+            order=self.order[runs],
+            layers=self.layers[runs],
+            backward_from=int(np.count_nonzero(runs[: self.backward_from])),
+        )
 
     def same_operations(self, other: "Work") -> bool:
         """Whether both have the same operations in the same order, on any number of tokens."""
@@ -71,6 +91,7 @@ def mixed(kept: Work, recomputed: Work, apart: int) -> Work:
         kinds=np.concatenate([kept.kinds, recomputed.kinds]),
         dtypes=np.concatenate([kept.dtypes, recomputed.dtypes]),
         by_python=np.concatenate([kept.by_python, recomputed.by_python]),
+        by_engine=np.concatenate([kept.by_engine, recomputed.by_engine]),
         sizes=np.concatenate([kept.sizes, recomputed.sizes]),
         order=np.concatenate([forward, backward]),
         layers=np.concatenate([forward_layers, backward_layers]),
@@ -108,12 +129,7 @@ def fused(work: Work) -> Work:
     chain = np.cumsum(begins)  # of each operation; one that is not fused is alone in its own
     last = np.lexsort((moved, chain))  # by chain, the largest at its end
     kept = np.sort(last[np.r_[np.diff(chain[last]) != 0, True]])
-    return replace(
-        work,
-        order=work.order[kept],
-        layers=work.layers[kept],
-        backward_from=int(np.searchsorted(kept, work.backward_from)),
-    )
+    return work._of(np.isin(np.arange(len(kinds)), kept))
 
 
 def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -99,13 +99,17 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         drafts, too_large = not_too_large(config, architecture, drafts, budget.budget_bytes)
         more += [*too_large, *memory_reasons(config, machine, processes, budget)]
         seconds, predict = plan_clock(request), traced_estimator(request, budget)
+        least = plan_clock(request, exchanged=False)
         record_of = records_of(architecture.text, device.name)
         speed_of = speeds_of(architecture.text, device.name, profile_of(machine, processes))
         memory_of = corrected_estimator(predict, record_of)
-        time_of = corrected_clock(seconds, speed_of, request.facts.tokens_per_process)
+        tokens_of = request.facts.tokens_per_process
+        time_of, least_of = (corrected_clock(each, speed_of, tokens_of) for each in (seconds, least))
         layers = len(architecture.modules.layer_kinds) if mix else 0
         try:
-            plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
+            plan, why = choose_plan(
+                config, drafts, memory_of, time_of, least_of, explain=explain, layers=layers
+            )
             plan = with_range(request, speed_of(config, plan).labelled(plan, seconds(config, plan)))
             more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.sharing.replicas)
             found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)

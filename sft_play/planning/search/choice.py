@@ -79,6 +79,7 @@ def choose_plan(
     drafts: list[Plan],
     estimate: Estimator | None,
     clock: Clock | None,
+    least: Clock | None = None,
     *,
     explain: bool = True,
     layers: int = 0,
@@ -90,6 +91,7 @@ def choose_plan(
         drafts: the plans that the config allows, in preferred order (`drafts.draft_plans`).
         estimate: predicts the memory of a plan; None if the model cannot be traced.
         clock: predicts the time of a step; None if unknown.
+        least: a time that it is not below; None if unknown.
         explain: also size what is only reported: the chosen plan with activations recomputed and with its
             weights in another type, and changes that would help if no draft fits.
         layers: of the model, if it can recompute some and not others.
@@ -103,6 +105,7 @@ def choose_plan(
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
     compared = at_worst(seconds_of)
+    at_least = at_worst(partial(least, config) if least else lambda plan: None)
     sized, mix = list[Plan](), layers > 1 and config.train.asked_activations == "auto"
     waiting = by_offload(config, drafts, seconds_of, lambda group: worth_sizing(group, sized))
     while True:
@@ -124,7 +127,7 @@ def choose_plan(
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
-    chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, by=1 - TIE)
+    chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, at_least, by=1 - TIE)
     if explain and not any(map(_recomputing, sized)):
         recomputing = [one for one in drafts if one.activations == RECOMPUTED and _recomputes(one, chosen)]
         sized += [replace(one, memory=memory_of(one)) for one in recomputing]

@@ -50,6 +50,7 @@ def with_less_sent(
     others: Sequence[Plan],
     estimate: Estimator,
     seconds_of: SecondsOf,
+    least_of: SecondsOf,
     *,
     by: float,
 ) -> tuple[Plan, list[Reason]]:
@@ -61,26 +62,31 @@ def with_less_sent(
         others: that fit too.
         estimate: predicts the memory of a plan.
         seconds_of: the time of its step; None if unknown.
+        least_of: a time that it is not below, which takes no trace of gradients that wait; None if unknown.
         by: a step whose weights stay gathered, or of another plan, must be below this share of the one that
             it replaces.
     """
 
-    def least(plan: Plan) -> float:
+    def fastest_way(plan: Plan) -> Plan:
         may_keep = (
             config.parallel.reshard_after_forward == "auto"
             and engine_of(plan.sharing.engine).can_keep_gathered
         )
         frees = plan.sharing.reshard_after_forward and (not may_keep or _exceeds(config, plan))
-        waits = max(_waits(config, plan))
-        return seconds_of(_sending(plan, frees, waits)) or inf
+        return _sending(plan, frees, max(_waits(config, plan)))
 
-    chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, by=by)
+    def least(plan: Plan) -> float:
+        return seconds_of(fastest_way(plan)) or inf
+
+    chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, least_of, by=by)
+    below = by * (seconds_of(chosen) or 0.0)
     divided = [plan for plan in others if engine_of(plan.sharing.engine).shards_weights]
+    divided = [plan for plan in divided if (least_of(fastest_way(plan)) or 0.0) < below]
     for rival in sorted(divided, key=least):
         if not (seconds := seconds_of(chosen)) or least(rival) >= by * seconds:
             break
         complete = replace(rival, memory=estimate(config, rival, complete=True))
-        faster, about = _in_the_fastest_way(config, complete, estimate, seconds_of, by=by)
+        faster, about = _in_the_fastest_way(config, complete, estimate, seconds_of, least_of, by=by)
         if faster.memory and faster.memory.fits and (seconds_of(faster) or inf) < by * seconds:
             chosen, why = faster, about
     return chosen, why
@@ -114,7 +120,13 @@ def _casts(plan: Plan) -> bool:
 
 
 def _in_the_fastest_way(
-    config: RunConfig, plan: Plan, estimate: Estimator, seconds_of: SecondsOf, *, by: float
+    config: RunConfig,
+    plan: Plan,
+    estimate: Estimator,
+    seconds_of: SecondsOf,
+    least_of: SecondsOf,
+    *,
+    by: float,
 ) -> tuple[Plan, list[Reason]]:
     """As `with_less_sent`, of one plan."""
     engine, asked = engine_of(plan.sharing.engine), config.parallel.reshard_after_forward
@@ -124,6 +136,8 @@ def _in_the_fastest_way(
         why = _gain(config, plan, seconds_of, by)
         freed = [False, True] if why.cause == "faster" else [True]
     ways = [_sending(plan, frees, wait) for frees, wait in product(freed, _waits(config, plan))]
+    seconds = seconds_of(plan) or inf
+    ways = [way for way in ways if way == plan or (least_of(way) or 0.0) <= seconds]
     for way in sorted(ways, key=lambda way: seconds_of(way) or 0.0):
         if way == plan:
             break

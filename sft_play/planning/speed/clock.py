@@ -82,14 +82,21 @@ def step_seconds(
 
 
 def plan_clock(
-    request: Request, *, link: bool = True, best: bool = False, profile: DeviceProfile | None = None
+    request: Request,
+    *,
+    link: bool = True,
+    best: bool = False,
+    exchanged: bool = True,
+    profile: DeviceProfile | None = None,
 ) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan for a request.
 
     It goes by a `profile`, by default the one that plans count on.
     Without `link`, communication between processes takes no time. Where weights are sent for each
     micro-batch, the seconds are unknown if communication is. At `best`, links are as fast as they can be, and
-    communication that was not measured goes on beside computation, as copies to and from RAM do.
+    communication that was not measured goes on beside computation, as copies to and from RAM do. Without
+    gradients that are `exchanged`, it is the least that a step can take whose weights are divided, and takes
+    no trace of one whose gradients wait.
     """
     facts, machine, processes = request.facts, request.machine, request.processes
     profile = profile or profile_of(machine, processes)
@@ -105,7 +112,10 @@ def plan_clock(
         if profile is None or unknown:
             return None
         batch = mean_micro_batch(facts, plan)
+        if not exchanged:
+            plan = replace(plan, sharing=replace(plan.sharing, defers_exchange=False))
         work = work_of(run, plan, batch.tokens)
+        work = work if exchanged else work.unexchanged()
         if plan.compile and plan.device == "cuda":  # on a CPU, compiled layers were no faster
             work = fused(work)
         exchange = _exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks))

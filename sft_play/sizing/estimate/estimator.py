@@ -140,11 +140,16 @@ class Traces:
     def work(self, spec: StepSpec, tokens: float | None = None) -> WorkLine:
         """What a micro-batch of this kind and share computes and moves, by its tokens; raises as `step`.
 
-        If it is asked for at these `tokens` alone, and the step has as many, a single trace will do.
+        If it is asked for at these `tokens` alone, and the step has as many, a single trace will do. Where
+        weights stay gathered, those of a step that gathers them again do.
         """
         spec = replace(self._on_device(spec).without_lengths(), compiled=False)
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
+        again = replace(spec, sharing=replace(spec.sharing, reshard_after_forward=True))
+        if again != spec and self._known(again) and not self._known(spec):
+            line = self.work(again, tokens)
+            return replace(line, base=line.base.kept_gathered())
         known, exact = self._known(spec), tokens == spec.tokens and spec.batch.size >= SMALLEST
         # other sizes have other tiles, and other pictures
         if spec.mlp_tile or spec.fits or (exact and (not known or size_of(spec) in known)):

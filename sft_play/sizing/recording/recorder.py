@@ -18,7 +18,7 @@ from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_func
 from sft_play.sizing.recording.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.upstream.torch import is_view
-from sft_play.work import FREE, IN_RAM, TRANSFER, Work
+from sft_play.work import FREE, IN_RAM, OWN, TRANSFER, Work
 
 DEVICE_OF, FAKE = torch.ops.prim.device.default, FakeTensor
 
@@ -61,6 +61,7 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         self.elements_of_parameter: list[int] = []  # in the same order
         self.operations: list[tuple[float, ...]] = []
         self.times = 1.0  # how many equal operations each one stands for
+        self.engine = OWN  # or what the engine does the operations for
         self._rules: dict[Any, Any] = {}
         self._fake: KeepingFakeMode | None = None  # the mode that makes fake results, within it
         self._stops: list[int] = []  # operations recorded by the end of each segment
@@ -284,7 +285,9 @@ class AllocationRecorder(Counts, TorchDispatchMode):
             kind, dtype, *sizes, times, moved = operation
             by_python = self.phase != "backward" or torch.is_grad_enabled()
             each = fresh / max(times, 1)
-            self.operations.append((kind, dtype, by_python, *sizes, times * self.times, moved, each))
+            self.operations.append(
+                (kind, dtype, by_python, self.engine, *sizes, times * self.times, moved, each)
+            )
 
     @contextmanager
     def standing_for(self, times: float) -> Iterator[None]:
@@ -328,7 +331,7 @@ class AllocationRecorder(Counts, TorchDispatchMode):
 
     def _work(self, stand_ins: Sequence[int]) -> Work:
         """The operations of the micro-batch, and what is trained."""
-        table = np.array(self.operations or np.zeros((0, 9)), dtype=np.float64)
+        table = np.array(self.operations or np.zeros((0, 10)), dtype=np.float64)
         (forward, layers), (backward, layers_back) = (
             layers_in_order(self.segments, self._stops, stand_ins, phase) for phase in ("forward", "backward")
         )
@@ -338,7 +341,8 @@ class AllocationRecorder(Counts, TorchDispatchMode):
             kinds=table[:, 0].astype(np.int8),
             dtypes=table[:, 1].astype(np.int8),
             by_python=table[:, 2].astype(bool),
-            sizes=table[:, 3:],
+            by_engine=table[:, 3].astype(np.int8),
+            sizes=table[:, 4:],
             order=np.concatenate([forward, backward]),
             layers=np.concatenate([layers, layers_back]),
             backward_from=len(forward),

@@ -37,6 +37,7 @@ from sft_play.sizing.trace.zero3 import simulate_zero3
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
 from sft_play.upstream.patching import patched
 from sft_play.upstream.torch import forget_shardings, making_real_tensors
+from sft_play.work import EXCHANGING, GATHERING, OWN
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -48,7 +49,8 @@ REGISTRIES: dict[str, Any] = {
 }
 
 
-COMMUNICATING = ("unshard", "wait_for_unshard", "post_backward")  # what a group does besides computing
+# what a group does besides computing
+COMMUNICATING = {"unshard": GATHERING, "wait_for_unshard": GATHERING, "post_backward": EXCHANGING}
 
 
 class ShardRecorder(SymbolicRecorder):
@@ -128,7 +130,11 @@ def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with recorder.attributing_to("engine"):
-            return function(*args, **kwargs)
+            recorder.engine = COMMUNICATING[name]
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.engine = OWN
 
     return call
 

@@ -533,6 +533,19 @@ def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget,
     assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
 
 
+@pytest.mark.parametrize("least", [None, clock(0.1)])
+def test_a_plan_is_not_timed_with_gradients_that_wait_if_it_takes_too_long_without_them(least):
+    run, waiting = config(engine="fsdp2", effective_batch_size=32, gradient_checkpointing=False), list[bool]()
+    drafts = draft_plans(run, device=GPU, world_size=4, rows=1000, max_seq_len=1024, attention="sdpa")
+
+    def seconds(run, plan) -> float:
+        waiting.append(plan.sharing.defers_exchange)
+        return clock(0.1)(run, plan)
+
+    plan, _ = choose_plan(run, drafts, divided_memory(1000)[0], seconds, least)
+    assert (plan.batch.micro, any(waiting)) == (8, least is None)
+
+
 @pytest.mark.parametrize(("asked", "budget"), [(True, 44.5), (False, 17)])
 def test_gradients_wait_or_not_as_the_config_says(asked, budget):
     """Where the plan would not let them, since nothing can wait, and where it would."""

@@ -27,6 +27,7 @@ def work(*rows, backward_from=None) -> Work:
         kinds=table[:, 0].astype(np.int8),
         dtypes=np.ones(count, np.int8),
         by_python=np.ones(count, bool),
+        by_engine=np.zeros(count, np.int8),
         sizes=np.column_stack([table[:, 1:4], np.ones(count), table[:, 4], np.zeros(count)]),
         order=np.arange(count),
         layers=np.zeros(count, np.int16),

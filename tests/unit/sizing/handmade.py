@@ -9,6 +9,7 @@ NO_WORK = Work(
     kinds=np.zeros(0, np.int8),
     dtypes=np.zeros(0, np.int8),
     by_python=np.zeros(0, bool),
+    by_engine=np.zeros(0, np.int8),
     sizes=np.zeros((0, 6)),
     order=np.zeros(0, int),
     layers=np.zeros(0, np.int16),

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from sft_play.sizing.trace import sharded
 from sft_play.sizing.trace.sharded import silent_group
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.timeline import TERMS
-from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from sft_play.work import ALL_GATHER, ALL_REDUCE, FREE, REDUCE_SCATTER, Work
 from tests.plans import plan_of, plan_with
 from tests.unit.train.plans import PLAN
 
@@ -62,6 +63,35 @@ def test_a_first_pass_without_computing_leaves_every_byte_of_a_step_as_it_is(see
     computed = trace_step(config, step)
     assert found.same_structure(computed) and found.sizes.tobytes() == computed.sizes.tobytes()
     assert found.work.sizes.tobytes() == computed.work.sizes.tobytes()
+
+
+def ran(work: Work) -> list[tuple]:
+    """The operations, in their order."""
+    about = work.kinds, work.dtypes, work.by_python, work.by_engine, *work.sizes.T
+    return [*zip(*(column[work.order].tolist() for column in about), work.layers.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 8))])
+def test_what_a_step_computes_that_sends_less_follows_from_another_trace(seed):
+    """All of it if weights stay gathered; if gradients wait, what it computes at least."""
+    draw = random.Random(seed)
+    step = spec(
+        mode=draw.choice(["full", "lora", "qlora"]),
+        shards=draw.choice([2, 3]),
+        accumulates=draw.random() < 0.8,
+        activations=draw.choice(["keep", "recompute"]),
+        **draw.choice([ON_GPU, {}, dict(ON_GPU, dtype="float32")]),
+    )
+    config = small_config(draw.choice(["llama", "qwen3_moe", "gemma2"]), SMALL)
+    derived = trace_step(config, step).work.kept_gathered()
+    found = trace_step(config, step_with(step, reshard_after_forward=False)).work
+    assert (ran(derived), derived.backward_from) == (ran(found), found.backward_from)
+    waits = trace_step(config, step_with(step, reshard_after_forward=False, defers_exchange=True)).work
+    # a gradient that is not added to an earlier one takes a view instead
+    least, most = (
+        Counter(each[:-1] for each in ran(work) if each[0] != FREE) for work in (derived.unexchanged(), waits)
+    )
+    assert least <= most
 
 
 @pytest.mark.thorough
