@@ -118,12 +118,10 @@ def choose_plan(
             continue
         sized += _mixes(sized, layers, memory_of, compared) if mix else []
         mix = False  # from now on
-        fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
-        if not fitting:
+        if not (fitting := _fitting(sized) or _least_of_those_that_ran_out(sized)):
             raise DoesNotFitError(_misfit(sized, explain))
         fastest, _ = _pick_fastest(fitting, compared)
-        memory = estimate(config, fastest, complete=True)
-        chosen = replace(fastest, memory=memory)
+        chosen = replace(fastest, memory=(memory := estimate(config, fastest, complete=True)))
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
