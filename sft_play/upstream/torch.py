@@ -1,5 +1,6 @@
 """What we change in PyTorch, and take of its private parts."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -72,6 +73,25 @@ def in_given_order(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     return torch.compile(function, options=IN_GIVEN_ORDER)
+
+
+def without_leftovers(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of `torch.compile`; what compiling leaves behind is collected at once.
+
+    The compiler's objects (2.13) refer to each other and to inputs of the first call, which so stayed in
+    memory until Python looked for cycles, many steps later. What makes this unnecessary: objects that do not.
+    """
+
+    def call(*args: Any, **named: Any) -> Any:
+        from torch._dynamo.utils import counters
+
+        graphs = counters["stats"]["unique_graphs"]
+        outputs = compiled(*args, **named)
+        if counters["stats"]["unique_graphs"] > graphs:
+            gc.collect()
+        return outputs
+
+    return call
 
 
 def without_kernels(graph: Any, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:

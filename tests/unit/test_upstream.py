@@ -305,6 +305,7 @@ VALUES = {
     "torch._subclasses.fake_impls:op_implementations_checks": ...,
     "torch._subclasses.fake_tensor:FakeTensorMode.lift_fns": ...,
     "torch._dynamo.config:optimize_ddp": ...,
+    "torch._dynamo.utils:counters": ...,
     "torch._dynamo.config:recompile_limit": ...,
     "torch._functorch.config:autograd_cache_allow_custom_autograd_functions": False,
     "torch.compiler.config:cache_key_tag": "",

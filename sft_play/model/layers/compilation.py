@@ -26,7 +26,7 @@ from sft_play.model.attention.operator import Rows, attend_joined, on_cpu, rows_
 from sft_play.model.layers.own_passes import replace_forward
 from sft_play.ui.console import warn
 from sft_play.upstream.patching import lasting
-from sft_play.upstream.torch import compiling_layers, in_given_order, mark_dynamic
+from sft_play.upstream.torch import compiling_layers, in_given_order, mark_dynamic, without_leftovers
 from sft_play.upstream.transformers import attention_called, recomputed
 
 # Kinds of layers times what their inputs may be (with a gradient or not, one row or more), of all models that
@@ -112,7 +112,7 @@ def _compiled(kind: Any, compiler: Compiler) -> Callable[..., Any]:
         GradientCheckpointingLayer
     )
     own = kind.forward.__wrapped__ if wrapped else kind.forward
-    compiled = compiler(own)
+    compiled = without_leftovers(compiler(own))
 
     def compute(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

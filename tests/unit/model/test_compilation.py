@@ -1,7 +1,9 @@
 """Compiled layers compute what the others do, in steps of rows of any lengths, without compiling for each."""
 
+import gc
 import os
 import random
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.context import spec_of
 from benchmarks.sizing import build
 from benchmarks.small_models import WIDE, small_config
+from sft_play.model.architecture.shape import decoder_layers
 from sft_play.model.attention import operator
 from sft_play.model.layers import compilation, float8
 from sft_play.model.layers.compilation import compile_layers
@@ -207,3 +210,24 @@ def test_a_folder_that_the_user_names_for_the_compiler_stands(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     assert within() == ["/own", None]  # in the other one, by PyTorch
+
+
+@pytest.mark.usefixtures("without_code")
+def test_no_input_stays_in_memory_because_a_layer_was_compiled_with_it(tmp_path):
+    spec = spec_of("full", "keep", joined=True)
+    model = build(saved(tmp_path, "smollm3", num_hidden_layers=4), spec)  # the last one without positions
+    add_loss_head(model)
+    compile_layers(model)
+    turned: list[weakref.ref] = []
+    for layer in decoder_layers(model)[2]:
+        layer.register_forward_pre_hook(
+            lambda _, args, named: turned.extend(map(weakref.ref, named["position_embeddings"])),
+            with_kwargs=True,
+        )
+    gc.collect()
+    gc.disable()
+    try:
+        token_loss(model, batch_of((11, 40))).backward()
+        assert [each() for each in turned] == [None] * 8
+    finally:
+        gc.enable()
