@@ -116,8 +116,6 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
             compile_layers(model, generating(model.config.to_json_string(), spec.device))
             with recorder, recorder.silent():
                 forward(model, make_batch(spec, look=Look.of(model.config)), spec).backward()
-            held = torch.empty(spec.batch.shape[1], dtype=torch.int64)  # the first positions, by the compiler
-            recorder.add(held, "temporaries")
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         for parameter in trained_parameters(model):
             parameter.register_hook(lambda _: recorder.mark_gradient())
