@@ -171,7 +171,8 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     if plan.activations.recomputes:
-        trainer.args.gradient_checkpointing_kwargs = dict(RECOMPUTING)  # TRL takes another for ZeRO-3
+        how: Any = trainer.args.gradient_checkpointing_kwargs
+        how.update(RECOMPUTING)  # TRL sets another for ZeRO-3; in place: the library reads it by a newer name
     if engine.shards_weights:
         engine.divide(units_of(model), config, plan)
     return trainer

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sft_play.engines.stored import part_of
 from sft_play.engines.zero3_parts import OPTIMIZER
 from sft_play.errors import StorageError
 from sft_play.runlog import RunDir, read_json, read_metrics
+from sft_play.sizing.meters.cpu import storage_bytes
 from sft_play.train.ranks import process_group
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session
@@ -112,7 +114,9 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
         trainer = prepare_session(job).trainer
         arguments = trainer.args.hf_deepspeed_config.config["zero_optimization"]
         assert {arguments[name]["device"] for name in ("offload_optimizer", "offload_param")} == {"cpu"}
-        assert all(hasattr(parameter, "ds_tensor") for parameter in trainer.model.parameters())
+        parameters: Any = list(trainer.model.parameters())
+        assert all(hasattr(parameter, "ds_tensor") for parameter in parameters)
+        assert storage_bytes(trainer.model) >= sum(4 * parameter.ds_numel for parameter in parameters)
         train(job)
     assert not {"LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "MASTER_PORT"} & (os.environ.keys() - variables)
     assert torch.nn.functional.linear is linear

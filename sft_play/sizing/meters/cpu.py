@@ -32,12 +32,16 @@ class Event(NamedTuple):
 
 
 def storage_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
+    """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once.
+
+    Of a divided weight, what this process holds counts, and nothing that is in a file.
+    """
     return sum(_storages(_tensors_of(model)).values())
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [vars(each)["ds_tensor"] for each in model.parameters() if "ds_tensor" in vars(each)]
     for holder in (
         *map(_own, model.parameters()),
         *model.modules(),
@@ -54,9 +58,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Bytes by the address of each storage."""
+    """Bytes by the address of each storage that is no file (see engines/on_disk.py)."""
     storages = [each.untyped_storage() for each in map(_own, tensors)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if not storage.filename}
 
 
 def alive_bytes(model: torch.nn.Module) -> int:

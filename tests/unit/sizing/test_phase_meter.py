@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import TuningConfig
+from sft_play.engines.on_disk import put_on_disk
 from sft_play.engines.shards import shard
 from sft_play.model.architecture.shape import units_of
 from sft_play.sizing.meters.cpu import alive_bytes, storage_bytes
@@ -77,6 +78,12 @@ def test_without_a_look_at_what_is_alive_there_is_no_measurement():
         meter.begin("forward")
         torch.empty(1_000_000)
     assert meter.peaks is None
+
+
+def test_what_is_in_a_file_takes_no_memory(tmp_path):
+    model = torch.nn.Linear(100, 10)
+    model.weight.data = put_on_disk(torch.empty_like(model.weight), tmp_path).detach()
+    assert storage_bytes(model) == 4 * 10
 
 
 def test_tables_of_4_bit_weights_count_where_the_model_is_divided():
