@@ -37,7 +37,6 @@ class Traits:
     can_defer: bool = False  # gradients of divided weights may stay whole until a step's last micro-batch
     can_keep_gathered: bool = False  # weights may stay so from the forward to the backward pass
     compiles_layers: bool = True  # as `train.compile` asks for
-    takes_images: bool = False  # trains rows with images
 
     @property
     def distributes(self) -> bool:
@@ -81,7 +80,6 @@ TRAITS = {
             accelerate="single_gpu",
             distributed_type="NO",
             divides="",
-            takes_images=True,
         ),
         Traits(
             name="ddp",
@@ -90,7 +88,6 @@ TRAITS = {
             target="train-distributed",
             principle="each process holds the whole model, so more processes do not lower the peak",
             keeps_gradients=True,
-            takes_images=True,
         ),
         Traits(
             name="deepspeed_z2",
@@ -107,7 +104,6 @@ TRAITS = {
             casts_model=True,
             compiles_layers=False,
             joins_trained=True,
-            takes_images=True,
         ),
         Traits(
             name="fsdp2",
@@ -122,7 +118,6 @@ TRAITS = {
             replicates=True,
             can_defer=True,
             can_keep_gathered=True,
-            takes_images=True,
         ),
         Traits(
             name="deepspeed_z3",

@@ -31,7 +31,12 @@ from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 from sft_play.upstream.accelerate import forget_state
-from sft_play.upstream.deepspeed import forget_hooks, make_next_optimizer, units_reduced_when_computed
+from sft_play.upstream.deepspeed import (
+    forget_hooks,
+    make_next_optimizer,
+    units_hooked_alone,
+    units_reduced_when_computed,
+)
 from sft_play.upstream.patching import lasting
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
@@ -91,6 +96,7 @@ def partition(
         if parameter not in in_units:
             register_external_parameter(whole, parameter)
     lasting(units_reduced_when_computed)
+    lasting(units_hooked_alone)
     make_next_optimizer(TrainsFromFiles.of(Path(folder)) if folder else None)
 
 

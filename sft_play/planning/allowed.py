@@ -33,7 +33,7 @@ from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.model_facts import require_packable
 from sft_play.ui.progress import describe
 from sft_play.units import AUTOCAST
-from sft_play.vision.support import require_supported, trained_on
+from sft_play.vision.support import require_supported
 
 
 def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
@@ -77,7 +77,6 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
         padding_free=not padded,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
-    drafts = trained_on(facts.pictures, drafts)
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]

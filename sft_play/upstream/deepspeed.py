@@ -61,6 +61,29 @@ def units_reduced_when_computed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def units_hooked_alone() -> Iterator[None]:
+    """In the block, ZeRO-3 follows the calls of units and of the whole model, not of modules between them.
+
+    Those gather nothing, but it wants all processes to call the same ones, and what sees is not called where
+    no row has an image (0.19). What makes this unnecessary: to go by what is gathered.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.utils import z3_leaf_module
+
+    register = DeepSpeedZeRoOffload._register_deepspeed_module
+
+    def units_registered(offload: Any, module: Any, **counted: Any) -> None:
+        if module is offload.module or z3_leaf_module(module):
+            register(offload, module, **counted)
+            return
+        for child in module.children():
+            units_registered(offload, child, **counted)
+
+    with patched(DeepSpeedZeRoOffload, "_register_deepspeed_module", units_registered):
+        yield
+
+
 def make_next_optimizer(kind: type | None) -> None:
     """Lets DeepSpeed's engine make its next optimizer of ZeRO-3 from this class; None: from its own.
 

@@ -18,9 +18,10 @@ KINDS = {
     "smolvlm": {"mode": "full", "vision": "full"},
     "gemma": {"mode": "lora", "vision": "lora"},
     "qwen35": {"mode": "full", "vision": "full", "padding_free": False},
-    "qwen": {"mode": "lora"},
+    "qwen": {"mode": "lora", "gradient_checkpointing": True},
 }
-ENGINES = ("ddp", "deepspeed_z2", "fsdp2")
+ENGINES = ("ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3")
+LESS = {("deepspeed_z3", "backward"): 5e-3}  # than predicted: up to a tensor of hidden states
 COMMON = {
     "batch_size": 2, "effective_batch_size": ROWS, "max_steps": 3, "learning_rate": 1e-3, "weight_decay": 0.1,
 }  # fmt: skip
@@ -46,7 +47,7 @@ def engine(request, folder):
         for name, more in (("two", {}), ("probed", {"batch_size": "auto", "probe": True})):
             spec = {"model": str(folder / kind), "name": f"{request.param}-{name}-{kind}"}
             specs.append(spec | {"settings": settings | more, "only_plan": name == "probed"})
-    launch_jobs(folder, request.param, 2, specs, forked=request.param != "deepspeed_z2")
+    launch_jobs(folder, request.param, 2, specs, forked=not request.param.startswith("deepspeed"))
     return request.param
 
 
@@ -63,5 +64,6 @@ def test_their_probes_measure_what_was_predicted(engine, folder, kind):
         found = json.loads((folder / f"{engine}-probed-{kind}" / f"probed.{rank}.json").read_text())
         measured, predicted = found["measured"], found["predicted"]
         for phase in ("forward", "backward"):
-            assert measured[phase] == pytest.approx(predicted[phase], rel=1e-3)
+            least = 1 - LESS.get((engine, phase), 1e-3)
+            assert least < measured[phase] / predicted[phase] < 1.001
         assert measured["optimizer"] < 1.001 * max(predicted.values())

@@ -2,6 +2,7 @@
 
     python -m tests.stress.vision_runs             # 60 runs; writes benchmarks/results/vision_runs_cpu.json
     python -m tests.stress.vision_runs --runs 6 --seed 7
+    python -m tests.stress.vision_runs --engines deepspeed_z3 --runs 12 --out benchmarks/results/vision_zero3_cpu.json
 
 Four small models, methods, engines and rows with and without pictures of odd sizes are drawn from a seed. As in
 benchmarks/random_runs.py, a run's own trainer goes through its micro-batches twice, and in the second pass the
@@ -15,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,10 @@ ENGINES = ("ddp", "fsdp2", "deepspeed_z2")
 MODULE = "tests.stress.vision_runs"
 
 
-def drawn(number: int, seed: int) -> dict[str, Any]:
-    """The settings of a run."""
+def drawn(number: int, seed: int, engines: Sequence[str]) -> dict[str, Any]:
+    """The settings of a run; engines take turns."""
     rng = random.Random(f"{seed}/{number}")
-    kind, engine = rng.choice(sorted(MODEL_TYPES)), ENGINES[number % len(ENGINES)]
+    kind, engine = rng.choice(sorted(MODEL_TYPES)), engines[number % len(engines)]
     ways = [way for way in WAYS if engine != "deepspeed_z2" or way[0] != "qlora"]
     (mode, vision), accumulation = rng.choice(ways), rng.choice((1, 2))
     padded = kind == "qwen35" or (kind != "gemma" and rng.random() < 0.3)
@@ -157,16 +159,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=20261129)
+    parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--out", type=Path, default=RESULTS / "vision_runs_cpu.json")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(args.work)
         return
-    runs, rows = [drawn(number, args.seed) for number in range(args.first, args.first + args.runs)], []
+    numbers, rows = range(args.first, args.first + args.runs), []
+    runs = [drawn(number, args.seed, args.engines) for number in numbers]
     with tempfile.TemporaryDirectory() as name:
         meter = built_meter(Path(name))
-        for engine in ENGINES:
+        for engine in args.engines:
             path, own = Path(name) / f"{engine}.json", [run for run in runs if run["engine"] == engine]
             if not own:
                 continue
@@ -176,7 +180,7 @@ def main() -> None:
     rows.sort(key=lambda row: row["number"])
     for row in rows:
         print(row["number"], row["kind"], row["engine"], row["tuning"]["mode"], row["tuning"]["vision"], row["error"], row["errors"])  # fmt: skip
-    groups = {"all": rows} | {name: [row for row in rows if row["engine"] == name] for name in ENGINES}
+    groups = {"all": rows} | {name: [row for row in rows if row["engine"] == name] for name in args.engines}
     record = {
         "what": __doc__.partition("\n")[0],
         "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}".strip(),

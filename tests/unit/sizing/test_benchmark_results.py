@@ -160,6 +160,9 @@ def test_runs_with_images_on_two_processes_took_what_the_docs_say():
     errors = results_of("vision_runs_cpu.json")["errors"]
     assert (errors["all"]["within_target"], errors["all"]["runs"]) == (59, 60)
     assert errors["all"]["worst_low"] > -0.001 and errors["all"]["worst_high"] == errors["ddp"]["worst_high"]
+    divided = results_of("vision_zero3_cpu.json")["errors"]["deepspeed_z3"]
+    assert (divided["within_target"], divided["runs"]) == (10, 12)
+    assert divided["worst_low"] > -0.001 and round(divided["worst_high"], 3) == 0.004
 
 
 def test_steps_on_a_gpu_took_what_is_predicted_of_them_now():

@@ -52,7 +52,6 @@ def test_the_first_plan_alone_needs_no_description_of_texts(plan):
     ("words", "said"),
     [
         (("train.packing=true",), "train.packing=true is not supported yet for rows with images"),
-        (("parallel.engine=deepspeed_z3",), "parallel.engine=deepspeed_z3 is not supported yet"),
         (("--context", "max"), "IMAGES and GPU_HOUR have no effect on it"),
     ],
 )

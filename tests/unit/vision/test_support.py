@@ -1,16 +1,12 @@
 """What does not go together with images is refused in a sentence that says what does."""
 
-import numpy as np
 import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.vision.fits import RowFits
 from sft_play.vision.looks import TRAINED_TYPES
 from sft_play.vision.recipes import KINDS
-from sft_play.vision.support import require_supported, trained_on
-from tests.plans import plan_with
-from tests.unit.train.plans import PLAN
+from sft_play.vision.support import require_supported
 
 
 def run(**sections):
@@ -26,7 +22,6 @@ def run(**sections):
         ({"train": {"padding_free": False}}, "gemma3", "train.padding_free=false is not supported yet"),
         ({"train": {"neftune_noise_alpha": 5}}, "smolvlm", "train.neftune_noise_alpha is not supported yet"),
         ({"model": {"name": "x", "attention": "eager"}}, "smolvlm", "model.attention=eager is not"),
-        ({"parallel": {"engine": "deepspeed_z3"}}, "smolvlm", "parallel.engine=deepspeed_z3 is not"),
         ({"tuning": {"vision": "full"}}, "smolvlm", "tuning.vision=full is a part of tuning.mode=full"),
         ({"tuning": {"mode": "full", "vision": "lora"}}, "smolvlm", "part of tuning.mode=lora .found"),
     ],
@@ -52,17 +47,6 @@ def test_what_sees_is_not_trained_without_images():
     with pytest.raises(ConfigError, match="no row has an image.*set tuning.vision=frozen"):
         require_supported(asked, "smolvlm", seen=False)
     require_supported(run(), "gemma3", seen=False)
-
-
-def test_the_planner_takes_no_plan_that_rows_with_images_are_not_trained_by():
-    kept, left_out = plan_with(PLAN, engine="ddp"), plan_with(PLAN, engine="deepspeed_z3")
-    seen = RowFits(np.ones((1, 6), int), np.array([0, 1]))
-    assert trained_on(seen, [PLAN, kept, left_out]) == [PLAN, kept]
-    assert trained_on(seen, []) == [] and trained_on(RowFits(), [left_out]) == [left_out]
-    with pytest.raises(
-        ConfigError, match="parallel.engine=deepspeed_z3.*set parallel.engine=ddp or deepspeed_z2 or fsdp2"
-    ):
-        trained_on(seen, [left_out])
 
 
 def test_every_model_that_learns_from_images_has_a_recipe():
