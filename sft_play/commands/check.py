@@ -295,7 +295,7 @@ def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Findin
         facts = DataFacts.unseen(config, architecture)
         if not on_hub:
             sizes = row_sizes(config, architecture, progress=True)
-            facts = DataFacts.of_sizes(sizes, config)
+            facts = DataFacts.of_sizes(sizes, config, sizes.look(architecture))
             if sizes.left_out:
                 yield Finding(WARNING, "data", f"data.bad_rows=drop: {sizes.left_out}")
         with spinner(PLANNING):

@@ -48,7 +48,7 @@ from sft_play.spelling import by_make, make, quoted, var
 from sft_play.ui.console import quiet_libraries
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.units import counted
-from sft_play.vision.described import described_picture, processor_settings
+from sft_play.vision.described import NO_PICTURE, described_picture, processor_settings
 
 
 def plan_command(
@@ -183,10 +183,12 @@ def _facts(
 def _described(
     asked: DescribedRows, config: RunConfig, architecture: Architecture
 ) -> tuple[DataFacts, list[Reason]]:
-    picture = None
+    picture, seen = NO_PICTURE, list[Reason]()
     if asked.images:
         settings, max_pixels = processor_settings(config.model.name), config.data.image_max_pixels
         picture = architecture.ask(described_picture, settings, max_pixels, *asked.size)
+        height, width = asked.size
+        seen = [DescribedImages(asked.images, width, height, picture.fit.tokens, picture.row_tokens)]
     facts, longer = described_facts(asked, config, architecture.facts.position_limit, picture)
     lengths = DescribedLengths(
         rows=asked.rows,
@@ -196,11 +198,7 @@ def _described(
         longer=longer,
         overlong=asked.overlong(config),
     )
-    if picture is None:
-        return facts, [lengths]
-    height, width = asked.size
-    seen = DescribedImages(asked.images, width, height, picture.fit.tokens, picture.row_tokens)
-    return facts, [lengths, seen]
+    return facts, [lengths, *seen]
 
 
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:

@@ -25,7 +25,8 @@ def add_scaling(run: RunDir) -> None:
         plan, config = Plan.from_json(read_json(run.plan)), materialise(load_config(run.config)).config
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
-            facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
+            sizes = row_sizes(config, architecture, progress=False)
+            facts = DataFacts.of_sizes(sizes, config, sizes.look(architecture))
             shared = plan.sharing
             request = Request(config, architecture, facts, machine, shared.world_size)
             rows = scaling(request.with_offload(shared.offload).in_groups_as(shared))

@@ -100,7 +100,7 @@ def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Pl
     best = next((row for row in rows if may_change and _is_here(row, device)), None)
     share = verdicts[best.name].share if best else 1.0
     pays = compiled is not None and compiled.pays(draft.schedule.total_steps, share)
-    may = may_compile(config, draft, request.architecture, images=request.facts.pictures.exist)
+    may = may_compile(config, draft, request.architecture, request.facts.pictures)
     if pays and may and not missing_for_compiler(device.kind):
         return replace(draft, compile=True, kernels_origin=PROBED)
     return replace(draft, kernels=best.name, kernels_origin=PROBED) if best else draft

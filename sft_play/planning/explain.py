@@ -62,7 +62,7 @@ def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimat
         *scratch_reasons(config, plan, threads),
         *attention_reasons(config, plan, architecture),
         *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
-        *compiled_reasons(config, plan, architecture, images=request.facts.pictures.exist),
+        *compiled_reasons(config, plan, architecture, request.facts.pictures),
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]

@@ -128,9 +128,8 @@ def _compiled(
     They take the place of other kernels that were found to be faster than ours.
     """
     own = replace(plan, kernels="own") if request.config.train.kernels == "auto" else plan
-    images = request.facts.pictures.exist
-    possible = not plan.compile and may_compile(request.config, own, request.architecture, images=images)
-    if not possible or missing_for_compiler(plan.device):
+    may = may_compile(request.config, own, request.architecture, request.facts.pictures)
+    if plan.compile or not may or missing_for_compiler(plan.device):
         return {}
     otherwise, times_as_fast = COMPILED.expected[plan.device]
     seconds = seconds_to_compile(request.device.name, otherwise)

@@ -26,7 +26,10 @@ class DescribedPicture:
 
     fit: Fit
     row_tokens: int  # of a row: those that stand for its features, and those around them
-    look: Look
+    look: Look | None  # of the model
+
+
+NO_PICTURE = DescribedPicture(Fit(0, 0, 0, 0, 0, 0), 0, None)
 
 
 def size_asked(text: str) -> tuple[int, int] | None:

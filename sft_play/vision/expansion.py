@@ -45,12 +45,10 @@ def expanded(
     left marks. Placeholders that are spelled as ordinary text stay.
 
     Raises:
-        ValueError: there are more or fewer placeholders than pictures.
+        ValueError: there are more or fewer placeholders than pictures, or the model takes none.
     """
     if recipe is None:
-        if pictures:
-            raise ValueError("images cannot be read here")
-        return text, tuple(spans), tuple(spelled)
+        raise ValueError("images cannot be read here")
     pattern, write = re.escape(recipe.family.placeholder), recipe.family.text
     if pictures and MARK in text:
         pattern, write = MARK, recipe.family.bare_text
@@ -78,7 +76,7 @@ def expanded(
 
 
 def repeated(
-    recipe: Recipe | None,
+    recipe: Recipe,
     ids: np.ndarray,
     labels: np.ndarray,
     pictures: Sequence[Picture],
@@ -93,8 +91,6 @@ def repeated(
     Raises:
         ValueError: an image token stands in a text of the row.
     """
-    if recipe is None:
-        return ids, labels, tuple(pictures)
     places = np.flatnonzero(ids == recipe.image_token_id)
     runs = [run for picture in pictures for run in recipe.family.runs(picture.fit)]
     if len(places) > len(runs) or (whole and len(places) < len(runs)):

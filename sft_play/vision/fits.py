@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sft_play.errors import ConfigError
+from sft_play.vision.looks import Look
 from sft_play.vision.types import Fit
 
 if TYPE_CHECKING:
@@ -20,14 +21,36 @@ UNITS = NAMES.index("units")
 class RowFits:
     """The fits of the pictures of rows; without any picture, None."""
 
-    fits: np.ndarray | None = None  # [pictures, 6], one row after the other
+    fits: np.ndarray | None = None  # [pictures, 7], one row after the other
     starts: np.ndarray | None = None  # where those of each row begin, and where all end: [rows + 1]
-    smallest: Fit | None = None  # the picture that a micro-batch without any gets, as in `with_pictures`
+    look: Look | None = None  # of the model
+    fills: bool = False  # whether a micro-batch without any gets the smallest, as in `with_pictures`
 
     @property
     def exist(self) -> bool:
         """Whether there is any picture."""
         return self.fits is not None
+
+    @property
+    def smallest(self) -> Fit | None:
+        """The picture that a micro-batch without any gets; None if it gets none."""
+        return self.look.smallest if self.look and self.exist and self.fills else None
+
+    def batch_bytes(self, text: int) -> tuple[int, int]:
+        """Of a token in a batch, which are `text` without pictures, and of a patch or tile."""
+        return (self.look.token_bytes, self.look.unit_bytes) if self.look and self.exist else (text, 0)
+
+    def filled(
+        self, tokens: np.ndarray, units: np.ndarray, rows: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and units of micro-batches, [steps, bins], with the picture that some get.
+
+        `rows` are those of each, if they are padded.
+        """
+        if (one := self.smallest) is None:
+            return tokens, units
+        more = one.tokens if rows is None else tokens // np.maximum(1, rows)
+        return tokens + more * (units == 0), np.where(units == 0, one.units, units)
 
     def require_none(self, otherwise: str) -> None:
         """Raises ConfigError, with this sentence, if there is any picture: nothing cuts within one."""
@@ -50,8 +73,10 @@ class RowFits:
         return found or ((self.smallest,) if self.smallest else ())
 
 
-def same_fits(rows: int, pictures: int, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
+def same_fits(rows: int, pictures: int, fit: Fit) -> tuple[np.ndarray | None, np.ndarray | None]:
     """The fields of the `RowFits` of rows that have so many pictures each, all alike."""
+    if not pictures:
+        return None, None
     return np.tile(astuple(fit), (rows * pictures, 1)), np.arange(rows + 1) * pictures
 
 

@@ -43,6 +43,18 @@ class BatchSplit:
         """Average rows per micro-batch, rounded up."""
         return -(-self.effective // self.bins)
 
+    def held(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens of all batches that the trainer holds beside the model, at each micro-batch, [steps, bins].
+
+        It fetches the micro-batches of a step before the first one, and keeps them until those of the next
+        step are there. The data loader is one ahead; for a GPU, that one is still in the memory of the host.
+        """
+        own = tokens.reshape(len(tokens), self.accumulation, self.data_ranks)
+        following = np.zeros_like(own[:, 0])
+        following[:-1] = own[1:, 0]
+        held = own.sum(axis=1) + following
+        return np.broadcast_to(held[:, None], own.shape).reshape(tokens.shape)
+
 
 def _rows(key: str, value: int, row_tokens: int | None) -> int:
     """Converts a batch size of the config to rows.

@@ -21,6 +21,7 @@ from sft_play.reasons.reason import Reason
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
+from sft_play.vision.fits import RowFits
 
 
 def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
@@ -115,7 +116,7 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
 
 
 def compiled_reasons(
-    config: RunConfig, plan: Plan, architecture: Architecture, *, images: bool
+    config: RunConfig, plan: Plan, architecture: Architecture, pictures: RowFits
 ) -> list[Reason]:
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
@@ -125,20 +126,20 @@ def compiled_reasons(
         return [CompiledLayers("on", traced_for), *_float8_off(config, plan, architecture)]
     if plan.compile:
         return [CompiledLayers("timed", traced_for), *_float8_off(config, plan, architecture)]
-    if not may_compile(config, plan, architecture, images=images):
+    if not may_compile(config, plan, architecture, pictures):
         return []
     return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
 
 
-def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, *, images: bool) -> bool:
+def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictures: RowFits) -> bool:
     """Whether `train.compile=auto` may compile the layers of a plan, if a probe finds them faster so.
 
-    Not yet for rows with `images`.
+    Not yet for rows with `pictures`.
     """
     dtype, autocast, engine = plan.precision.dtype, plan.precision.autocast, engine_of(plan.sharing.engine)
     return (
         config.train.compile == "auto"
-        and not images
+        and not pictures.exist
         and plan.device in COMPILED.expected
         and plan.kernels == "own"
         and not config.tuning.lora.use_dora

@@ -10,7 +10,7 @@ from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError
 from sft_play.planning.rows.facts import UNSEEN_ROWS, UNSEEN_SEQ_LEN, DataFacts, RowSizes
 from sft_play.spelling import var
-from sft_play.vision.described import DescribedPicture, size_asked
+from sft_play.vision.described import NO_PICTURE, DescribedPicture, size_asked
 from sft_play.vision.fits import same_fits
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
@@ -108,7 +108,7 @@ def described_facts(
     asked: DescribedRows,
     config: RunConfig,
     positions: int | None,
-    picture: DescribedPicture | None = None,
+    picture: DescribedPicture = NO_PICTURE,
 ) -> tuple[DataFacts, int]:
     """The facts of such rows, every token of their texts supervised, and how many are longer than the limit.
 
@@ -118,7 +118,7 @@ def described_facts(
     Raises:
         ConfigError: no row is left, or data.overlong=error and one is longer.
     """
-    seen = asked.images * picture.row_tokens if picture else 0
+    seen = asked.images * picture.row_tokens
     lengths = asked.lengths.draw(asked.rows, config.train.seed) + seen
     limit = positions if config.model.max_seq_len == "auto" else config.model.max_seq_len
     longer = 0
@@ -133,14 +133,12 @@ def described_facts(
     if not len(lengths):
         raise ConfigError(
             f"all {asked.rows:,} rows are longer than {limit:,} tokens; set model.max_seq_len or "
-            + ("data.image_max_pixels" if picture else "data.overlong=truncate")
+            + ("data.image_max_pixels" if seen else "data.overlong=truncate")
         )
     longest = int(lengths.max()) if config.model.max_seq_len == "auto" else config.model.max_seq_len
-    sizes = RowSizes(lengths, lengths - seen - 1, None, None, longest, ())
-    if picture is None:
-        return DataFacts.of_sizes(sizes, config), longer
     fits, fits_from = same_fits(len(lengths), asked.images, picture.fit)
-    sizes = replace(sizes, fits=fits, fits_from=fits_from)
+    supervised = lengths - seen - 1
+    sizes = RowSizes(lengths, supervised, None, None, longest, (), fits=fits, fits_from=fits_from)
     return DataFacts.of_sizes(sizes, config, picture.look), longer
 
 

@@ -29,7 +29,7 @@ from sft_play.planning.candidates.batch import BatchSplit, evaluation_batches
 from sft_play.planning.rows.divided_tokens import most_of_a_rank
 from sft_play.sizing.estimate.micro_batches import front
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
-from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
+from sft_play.sizing.step import OWN_TOKEN, TOKEN_BYTES, JoinedRows, MicroBatch, PaddedRows, RunBatches
 from sft_play.ui.console import warn
 from sft_play.vision.fits import RowFits, fits_of_rows
 from sft_play.vision.looks import Look
@@ -82,6 +82,10 @@ class RowSizes:
             *((None, None) if val is None else fits_of_rows(val)),
         )
 
+    def look(self, architecture: Architecture) -> Look | None:
+        """How a model takes the pictures; None without any, for which its config is not loaded."""
+        return None if self.fits is None else Look.of(architecture.config)
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         fields = asdict(self).items()
@@ -129,7 +133,6 @@ class DataFacts:
     @classmethod
     def of_sizes(cls, data: RowSizes, config: RunConfig, look: Look | None = None) -> "DataFacts":
         """The facts of rows of these sizes, and of their pictures for a model with this look."""
-        always = look is not None and data.fits is not None and config.tuning.vision != "frozen"
         lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
         weights = row_weights(shares)
@@ -157,7 +160,7 @@ class DataFacts:
             parts_from=parts_from,
             spans=spans,
             eval_spans=data.eval_spans,
-            pictures=RowFits(data.fits, data.fits_from, look.smallest if look and always else None),
+            pictures=RowFits(data.fits, data.fits_from, look, fills=config.tuning.vision != "frozen"),
             eval_pictures=RowFits(data.eval_fits, data.eval_fits_from),
         )
 
@@ -232,15 +235,13 @@ class DataFacts:
     ) -> RunBatches:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
         units = schedule.sums(self.pictures.units(len(self.lengths)))
-        if smallest := self.pictures.smallest:
-            rows = np.maximum(1, schedule.sums(np.ones_like(self.lengths)))
-            tokens = tokens + (smallest.tokens if padding_free else tokens // rows) * (units == 0)
-            units = np.where(units == 0, smallest.units, units)
+        rows = None if padding_free else schedule.sums(np.ones_like(self.lengths))
+        tokens, units = self.pictures.filled(tokens, units, rows)
         later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
-        held = _held(tokens, split)
+        held = split.held(tokens)
         carried = OWN_TOKEN * tokens + held - tokens
         supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
-        held_units = _held(units, split)
+        held_units = split.held(units)
         columns = [tokens, supervised, later | (split.accumulation == 1), carried, held_units - units, units]
         if padding_free:
             columns.append(schedule.sums(self._squares))
@@ -300,7 +301,13 @@ class DataFacts:
 
         If processes divide their tokens, what one of them has.
         """
-        found = replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
+        token, unit = self.pictures.batch_bytes(TOKEN_BYTES)
+        found = replace(
+            self._training_batches(plan, hidden_size),
+            evaluation=self._evaluation_batches(plan),
+            token_bytes=token,
+            unit_bytes=unit,
+        )
         return found.of_rank(plan.sharing.sequence_ranks)
 
     def _training_batches(self, plan: Plan, hidden_size: int) -> RunBatches:
@@ -339,19 +346,6 @@ class DataFacts:
         )
 
 
-def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
-    """Tokens of all batches that the trainer holds beside the model, at each micro-batch, [steps, bins].
-
-    It fetches the micro-batches of a step before the first one, and keeps them until those of the next step
-    are there. The data loader is one ahead; for a GPU, that one is still in the memory of the host.
-    """
-    own = tokens.reshape(len(tokens), split.accumulation, split.data_ranks)
-    following = np.zeros_like(own[:, 0])
-    following[:-1] = own[1:, 0]
-    held = own.sum(axis=1) + following
-    return np.broadcast_to(held[:, None], own.shape).reshape(tokens.shape)
-
-
 def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool) -> DataFacts:
     """The facts of the tokenized rows, or assumptions if there is no data or no tokenizer yet.
 
@@ -359,8 +353,7 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     """
     try:
         sizes = row_sizes(config, architecture, progress=progress)
-        look = None if sizes.fits is None else Look.of(architecture.config)
-        return DataFacts.of_sizes(sizes, config, look)
+        return DataFacts.of_sizes(sizes, config, sizes.look(architecture))
     except (ConfigError, DataError) as error:
         warn(f"planned without data: {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)

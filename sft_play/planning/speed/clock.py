@@ -29,7 +29,6 @@ from sft_play.planning.speed.profile import DeviceProfile, MicroBatch
 from sft_play.sizing.estimate.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import StepSpec
-from sft_play.vision.looks import Look
 from sft_play.work import ALL_TO_ALL, TRANSFER, Work, fused
 
 ONE_NUMBER = 0.02  # a range that is narrower is not worth a word
@@ -224,12 +223,7 @@ def work_of_request(request: Request) -> Callable[[RunConfig, Plan, float], Work
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
     """The function that the estimator and `work_of_plans` take."""
     architecture = Architecture.of(config)
-    found = partial(facts.batches_of, hidden_size=architecture.facts.hidden_size)
-    look = None if facts.pictures.fits is None else Look.of(architecture.config)
-    if look is None:
-        return found
-    token, unit = look.token_bytes, look.unit_bytes
-    return lambda plan: replace(found(plan), token_bytes=token, unit_bytes=unit)
+    return partial(facts.batches_of, hidden_size=architecture.facts.hidden_size)
 
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:

@@ -101,7 +101,7 @@ class Traces:
 
     def _step_of(self, spec: StepSpec) -> Step:
         """The step, whose layers are all treated alike."""
-        if spec.lengths or spec.eval_lengths or spec.fits or spec.eval_fits or not spec.is_linear:
+        if not spec.is_linear:
             return self._traced(spec).step
         alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.tiles != spec.tiles:

@@ -87,10 +87,9 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
-    look = Look.of(config)
-    seen = look is not None and bool(spec.fits or spec.eval_fits)
+    look = Look.of(config) if spec.fits or spec.eval_fits else None
     # what is added between the first layers would count for all that they stand for
-    adds = seen and look is not None and look.adds_to_layers
+    adds = look is not None and look.adds_to_layers
     base, stand_ins = skeleton(config, spec, all_layers=all_layers or adds)
     model = attach(base, spec)
     if spec.mode == "full":
@@ -98,8 +97,8 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     join_pictures(base)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
-    unseen = features_unchecked() if seen else nullcontext()
-    with KeepingFakeMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora(), unseen:
+    fake = KeepingFakeMode(allow_non_fake_inputs=True)
+    with fake, _target_device(spec), unpacking_for_dora(), features_unchecked():
         run = _run_shards if spec.sharing.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
