@@ -8,7 +8,7 @@ own buffers are not seen.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -30,6 +30,7 @@ from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture.shape import units_of
 from sft_play.sizing.kernels.simulation import SymbolicRecorder
+from sft_play.sizing.recording.fake_results import without_function_modes
 from sft_play.sizing.recording.recorder import DEVICE_OF, FAKE, AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.fake_model import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
@@ -117,7 +118,7 @@ class ShardRecorder(SymbolicRecorder):
             for target, name, replacement in (
                 (torch.UntypedStorage, "resize_", resized),
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
-                *((FSDPParamGroup, name, _attributed(self, name)) for name in COMMUNICATING),
+                *((FSDPParamGroup, name, _attributed(self, name, spec)) for name in COMMUNICATING),
                 *(_copying() if spec.device == "cpu" else ()),
                 *(_transferring(self) if offloads(spec) else ()),
             ):
@@ -125,11 +126,16 @@ class ShardRecorder(SymbolicRecorder):
             yield
 
 
-def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
+def unseen_by_modes(spec: StepSpec) -> AbstractContextManager[Any]:
+    """Where no model computes, modes on functions need not see each look at a tensor, unless one copies."""
+    return nullcontext() if offloads(spec) else without_function_modes()
+
+
+def _attributed(recorder: AllocationRecorder, name: str, spec: StepSpec) -> Callable[..., Any]:
     function = getattr(FSDPParamGroup, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with recorder.attributing_to("engine"):
+        with recorder.attributing_to("engine"), unseen_by_modes(spec):
             recorder.engine = COMMUNICATING[name]
             try:
                 return function(*args, **kwargs)
@@ -261,6 +267,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
     with (
         recorder,
         recorder.watching(spec),
+        unseen_by_modes(spec),
         patched(_fsdp_init, "_move_states_to_device", moved),
         patched(_fsdp_param, "_chunk_with_empty", _first_chunk),
     ):

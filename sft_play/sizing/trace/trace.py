@@ -30,7 +30,7 @@ from sft_play.sizing.kernels.simulation import (
     simulate_cpu,
     simulate_cuda,
 )
-from sft_play.sizing.recording.fake_results import KeepingFakeMode
+from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_function_modes
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.compiled import generating, joined_in_graphs
@@ -376,8 +376,9 @@ def run_step(
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors
     foreach = spec.device == "cuda" and not spec.sharing.divided
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
-    optimizer.step()
+    with without_function_modes():  # which would see each look at a tensor
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     recorder.begin("evaluation")
     model.eval()
