@@ -151,9 +151,8 @@ def test_the_context_of_a_measured_gpu_is_what_its_steps_took_at_most():
 def test_drawn_runs_with_compiled_layers_took_what_was_predicted():
     result = results_of("compiled_drawn_cpu.json")
     errors = [row["error"] for row in result["rows"] if "error" in row]
-    off = [error for error in errors if abs(error) > result["target"]]
     assert len(result["rows"]) == 40 and len(errors) == 32
-    assert [round(error, 4) for error in off] == [-0.0032]  # SmolLM3's QLoRA under autocast; not known why
+    assert max(map(abs, errors)) < result["target"]
 
 
 def test_runs_with_images_on_two_processes_took_what_the_docs_say():
