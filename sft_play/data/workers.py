@@ -30,6 +30,7 @@ from sft_play.parts import IGNORED
 from sft_play.rows.formats import FORMATS, Conversation, convert
 from sft_play.rows.json_files import Row
 from sft_play.rows.unused import has_null_parts, has_placeholder, unused_keys
+from sft_play.upstream.python import stop_feeding
 from sft_play.vision.expansion import cut_before
 from sft_play.vision.gallery import Gallery
 from sft_play.vision.types import picture_lists
@@ -324,6 +325,7 @@ def _encode_in_workers(task: EncodingTask, chunks: Iterator[list[Row]], workers:
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        stop_feeding(pool)
         raise LaunchError(
             "a tokenizing process was killed (out of memory?). Use fewer processes: data.num_workers=1"
         ) from None
