@@ -31,6 +31,7 @@ from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 from sft_play.upstream.accelerate import forget_state
+from sft_play.upstream.bitsandbytes import weights_saved_themselves
 from sft_play.upstream.deepspeed import (
     forget_hooks,
     make_next_optimizer,
@@ -97,6 +98,7 @@ def partition(
             register_external_parameter(whole, parameter)
     lasting(units_reduced_when_computed)
     lasting(units_hooked_alone)
+    lasting(weights_saved_themselves)
     make_next_optimizer(TrainsFromFiles.of(Path(folder)) if folder else None)
 
 

@@ -35,6 +35,27 @@ def forget_overrides() -> None:
     manager.initialize()
 
 
+@contextmanager
+def weights_saved_themselves() -> Iterator[None]:
+    """In the block, a 4-bit product saves its weight for the backward pass, not a view of it.
+
+    The view would hold what ZeRO-3 has gathered, of all layers, until the update is done (0.50). What makes
+    this unnecessary: a product that saves what autograd's own products do.
+    """
+    import bitsandbytes
+
+    multiply = bitsandbytes.matmul_4bit
+
+    def multiplied(x: Any, weight: Any, **others: Any) -> Any:
+        result = multiply(x, weight, **others)
+        if hasattr(result.grad_fn, "tensors"):
+            result.grad_fn.tensors = None, weight
+        return result
+
+    with patched(bitsandbytes, "matmul_4bit", multiplied):
+        yield
+
+
 def compiled_when_called() -> AbstractContextManager[None]:
     """In the block, an import of bitsandbytes, such as PEFT's, does not import PyTorch's compiler.
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-import bitsandbytes
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -92,7 +91,6 @@ def _saved(kept: Any) -> torch.Tensor:
 def simulate_zero3(recorder: AllocationRecorder) -> Iterator[None]:
     """In the block, `fully_shard` frees buffers that it gathers into at once, and gathers nothing ahead."""
     views, free, gather = _KeptViews(), FSDPParam.free_unsharded_param, FSDPParamGroup.wait_for_unshard
-    multiply = bitsandbytes.matmul_4bit
 
     def freed(parameter: FSDPParam) -> None:
         with recorder.attributing_to("engine"):
@@ -102,15 +100,8 @@ def simulate_zero3(recorder: AllocationRecorder) -> Iterator[None]:
         gather(group)
         group.comm_ctx.all_gather_state = None
 
-    def multiplied(x: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
-        result = multiply(x, weight, **others)
-        if result.grad_fn is not None:  # where the weight is kept, but not as what autograd saves
-            result.grad_fn.metadata["weight"] = views.save(weight.view(-1, 1))
-        return result
-
     with (
         patched(torch.nn.functional, "linear", KeepingLinear.apply),
-        patched(bitsandbytes, "matmul_4bit", multiplied),
         patched(FSDPParam, "free_unsharded_param", freed),
         patched(FSDPParamGroup, "wait_for_unshard", gathered),
         patched(FSDPParamGroup, "_backward_prefetch", lambda group: None),
