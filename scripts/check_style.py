@@ -13,9 +13,9 @@ import re
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tokenize
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,14 +321,14 @@ def measure_revision(package: Path, revision: str) -> list[Measure]:
     """The measures of the same package folder at a git revision, formatted by today's rules."""
     folder = package.resolve()
     archive = subprocess.run(
-        ["git", "archive", "--format=tar", revision, "."], cwd=folder, capture_output=True, check=False
+        ["git", "archive", "--format=zip", revision, "."], cwd=folder, capture_output=True, check=False
     )
     if archive.returncode:
         sys.exit(f"error: {package} at {revision}: {archive.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as temporary:
         target = Path(temporary) / folder.name
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-            tar.extractall(target, filter="data")
+        with zipfile.ZipFile(io.BytesIO(archive.stdout)) as files:
+            files.extractall(target)
         ruff = [sys.executable, "-m", "ruff", "format", "--quiet", "--no-cache", f"--config={RULES}"]
         subprocess.run([*ruff, str(target)], check=True)
         return measure(target)
