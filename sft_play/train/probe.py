@@ -22,7 +22,7 @@ from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, first_line
 from sft_play.job import Job
-from sft_play.model.layers.loss_head import token_loss
+from sft_play.model.layers.loss_head import autocast_of, token_loss
 from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.budget import training_device
@@ -43,7 +43,6 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
-from sft_play.train.verify import autocast_of
 from sft_play.ui.progress import spinner
 from sft_play.upstream.accelerate import wrapped_as_before
 
@@ -136,7 +135,7 @@ def fits_alone(session: Session, rows: Dataset) -> bool:
     prepare_for_training(model, StepSpec.of(session.job.config, plan))
     try:
         inputs = trainer.micro_batch(rows)
-        with autocast_of(plan, trainer.accelerator.device):
+        with autocast_of(plan.precision.autocast, trainer.accelerator.device.type):
             loss = token_loss(model, inputs)
         loss.backward()
     except torch.OutOfMemoryError:

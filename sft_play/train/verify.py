@@ -15,6 +15,7 @@ from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE
 from sft_play.model.attention.sequence_parallel import KEY, Part, divide
+from sft_play.model.layers.loss_head import autocast_of
 from sft_play.plan import Plan
 from sft_play.reasons.choices import ranks_text
 from sft_play.spelling import make
@@ -64,7 +65,8 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
     model: Any = trainer.model  # not wrapped yet
-    with autocast_of(plan, accelerator.device), engine_of(plan.sharing.engine).computing(model):
+    autocast = autocast_of(plan.precision.autocast, accelerator.device.type)
+    with autocast, engine_of(plan.sharing.engine).computing(model):
         check_causal(model, accelerator.device)
         check_head(model, accelerator.device)
         if plan.rows.joined:
@@ -73,12 +75,6 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
             check_divided(model, part, accelerator.device)
     if announce:
         print_banner(trainer, plan, [(rank, device) for rank, device, _ in members])
-
-
-def autocast_of(plan: Plan, device: torch.device) -> torch.autocast:
-    """That of the plan, also where accelerate has none because DeepSpeed will cast the model."""
-    dtype = getattr(torch, plan.precision.computed_in)
-    return torch.autocast(device.type, dtype=dtype, enabled=plan.precision.autocast != "no")
 
 
 def check_in_force(trainer: Trainer, plan: Plan) -> None:

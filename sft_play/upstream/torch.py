@@ -81,10 +81,9 @@ def without_leftovers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     The compiler's objects (2.13) refer to each other and to inputs of the first call, which so stayed in
     memory until Python looked for cycles, many steps later. What makes this unnecessary: objects that do not.
     """
+    from torch._dynamo.utils import counters
 
     def call(*args: Any, **named: Any) -> Any:
-        from torch._dynamo.utils import counters
-
         graphs = counters["stats"]["unique_graphs"]
         outputs = compiled(*args, **named)
         if counters["stats"]["unique_graphs"] > graphs:

@@ -1,6 +1,7 @@
 """The output head, the loss of a micro-batch, and the score of a batch, as sums that add up over batches."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from sft_play.model.architecture.families import family_of
 from sft_play.model.layers.cpu import TiledLogProbs
+from sft_play.units import AUTOCAST
 from sft_play.upstream.transformers import has_routers
 from sft_play.upstream.trl import add_fused_head
 
@@ -29,6 +31,15 @@ def add_loss_head(model: Any) -> None:
     if not has_routers(base):
         text.output_router_logits = False  # TRL asks for it wherever the config knows the word (Doge)
     add_fused_head(base, LogProbs)
+
+
+def autocast_of(autocast: str, device: str) -> AbstractContextManager[Any]:
+    """What a plan with this `autocast` computes a micro-batch in, on a kind of device; "no": nothing.
+
+    accelerate has none where DeepSpeed will cast the model, which it has not yet done before the first step.
+    """
+    dtype = AUTOCAST.get(autocast)
+    return torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()
 
 
 def token_loss(

@@ -121,9 +121,9 @@ def choose_plan(
         if not (fitting := _fitting(sized) or _least_of_those_that_ran_out(sized)):
             raise DoesNotFitError(_misfit(sized, explain))
         fastest, _ = _pick_fastest(fitting, compared)
-        chosen = replace(fastest, memory=(memory := estimate(config, fastest, complete=True)))
+        chosen = replace(fastest, memory=estimate(config, fastest, complete=True))
         sized[sized.index(fastest)] = chosen
-        if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
+        if chosen.memory and chosen.memory.within_budget:  # with fragmentation, which sizing may leave out
             break
     chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, at_least, by=1 - TIE)
     if explain and not any(map(_recomputing, sized)):

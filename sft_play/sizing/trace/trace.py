@@ -18,7 +18,7 @@ from sft_play.model.attention.table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.layers import inputs_in_ram
 from sft_play.model.layers.compilation import compile_layers
-from sft_play.model.layers.loss_head import add_loss_head, token_loss
+from sft_play.model.layers.loss_head import add_loss_head, autocast_of, token_loss
 from sft_play.model.layers.recomputation import recompute
 from sft_play.model.layers.tiled_mlp import tile_mlps
 from sft_play.parts import Activations
@@ -389,7 +389,5 @@ def run_step(
 
 def forward(model: torch.nn.Module, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
-    device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.precision.autocast)
-    autocast = torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()
-    with autocast:
+    with autocast_of(spec.precision.autocast, batch["input_ids"].device.type):
         return token_loss(model, batch, router_weight=1.0)

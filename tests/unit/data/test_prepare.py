@@ -211,7 +211,7 @@ def test_an_error_in_a_worker_names_the_first_wrong_row(run):
 def test_a_killed_worker_is_an_error_and_not_a_hang(run, monkeypatch):
     monkeypatch.setattr(workers, "encode_chunk", lambda job, rows: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(LaunchError, match="data.num_workers=1"):
-        run(rows(1000), num_workers=2)
+        run(rows(1000, words=400), num_workers=2)  # more than a pipe holds
 
 
 def _prepare_and_report(config, tokenizer, queue):
