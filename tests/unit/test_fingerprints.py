@@ -1,11 +1,10 @@
 import subprocess
 import sys
-import time
 
 import pytest
 
 from sft_play import fingerprints
-from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
+from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.sizing.step import step_code
 
 
@@ -53,13 +52,6 @@ def test_the_code_of_a_step_names_the_versions_of_its_libraries(monkeypatch, pac
     before, real = step_code(), fingerprints._version
     monkeypatch.setattr(fingerprints, "_version", lambda name: "99" if name == package else real(name))
     assert step_code() != before
-
-
-def test_hashing_is_cheap():
-    digest(PACKAGE / "sizing", PACKAGE / "model")  # from now on the files are in memory
-    began = time.process_time()
-    digest(PACKAGE / "sizing", PACKAGE / "model")
-    assert time.process_time() - began < 0.02
 
 
 def test_nothing_is_hashed_when_modules_are_imported():

@@ -104,7 +104,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_whoever_asks(capsys):
     for _ in range(2):
         with pytest.raises(OfflineModeIsEnabled):
             list(HfApi(endpoint=address).list_repo_tree("org/model"))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("127.0.0.1 cannot be reached") == said.count("the Hub is not asked again") == 1
 
