@@ -90,15 +90,15 @@ def fits_in_groups(request: Request) -> bool:
 def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The first of ascending counts that fits, if each larger one fits too; None if none does.
 
-    Not every count is tried: where weights are divided, each takes a trace of its own. The first ones come
-    first, since fewer are known not to hold the weights, then the last one.
+    Not every count is tried: where weights are divided, each takes a trace of its own. Most that fit at all
+    fit the first or second, of which fewer are known not to hold the weights.
     """
-    for count in counts[:2]:
-        if fits(count):
-            return count
-    if not counts[2:] or not fits(counts[-1]):
+    if not counts or fits(counts[0]):
+        return next(iter(counts), None)
+    if not fits(counts[-1]):
         return None
-    return counts[bisect_left(counts, True, 2, len(counts) - 1, key=fits)]
+    second = counts[1]
+    return second if fits(second) else counts[bisect_left(counts, True, 2, len(counts) - 1, key=fits)]
 
 
 def scaling(request: Request, *, least: int = 1) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ saves time, so the most that fit are looked for. They are the last ones (model/l
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 
 from sft_play.errors import UntraceableModel
 from sft_play.parts import Activations
@@ -43,7 +44,7 @@ def partly_recomputed(
     for plan, least in sorted(known, key=lambda pair: pair[1]):
         if least >= below:
             break
-        fewest = _fewest_worth_it(plan, layers, seconds_of, below)
+        fewest = _fewest_worth_it(plan, layers, seconds_of, below, least)
         try:
             mixed = _with_most_kept(plan, fewest, layers, memory_of)
         except UntraceableModel:  # with its layers told apart
@@ -59,14 +60,22 @@ def _keeping(plan: Plan, count: int) -> Plan:
     return replace(plan, activations=plan.activations.with_apart(count))
 
 
-def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: float) -> int:
-    """How many layers have to keep their activations for the step to take less than so many seconds."""
+def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: float, least: float) -> int:
+    """How many layers have to keep their activations for the step to take less than so many seconds.
+
+    It takes its `least` if all do. Each layer saves about as much, so two counts should be enough.
+    """
 
     def is_worth_it(count: int) -> bool:
         return (seconds_of(_keeping(plan, count)) or 0) < below
 
-    counts = range(1, layers)
-    return counts.start + bisect_left(counts, True, key=is_worth_it)
+    most = seconds_of(plan) or below
+    guess = ceil(layers * (most - below) / (most - least)) if most > below else 1
+    first, last = 1, layers
+    for count in (guess - 1, guess):
+        if first <= count < last:
+            first, last = (first, count) if is_worth_it(count) else (count + 1, last)
+    return first + bisect_left(range(first, last), True, key=is_worth_it)
 
 
 def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -> Plan | None:
