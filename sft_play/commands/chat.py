@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from sft_play.model.weights.finished import finished_weights
 from sft_play.report.record import tree_of
 from sft_play.rows.calls import calls_of, reasoning_of, without_reasoning
 from sft_play.rows.formats import Conversation, tools_of
-from sft_play.rows.images import MARK
+from sft_play.rows.images import MARK, TAG
 from sft_play.rows.invalid import InvalidRow
 from sft_play.rows.messages import Message
 from sft_play.rows.strict_json import parse
@@ -38,20 +39,22 @@ HELP = """/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop 
 /tools FILE: offer the tools of a JSON list   /result TEXT: what a call returned"""
 IMAGE_HELP = "/image FILE: an image before your next message"
 NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
+BLANK: Message = {"role": "user", "content": ""}
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
+NOT_TYPED = ("\n", TAG)  # what an example to type may not have
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 
 @dataclass
 class Dialogue:
-    """The state of a chat: system prompt, tools, turns, and the images of the next one."""
+    """The state of a chat: system prompt, tools, turns, and the next one, which may have images already."""
 
     system: str | None = None
     tools: list[dict[str, Any]] | None = None
     turns: list[Message] = field(default_factory=list)
     gallery: Gallery = Gallery()
-    images: list[Any] = field(default_factory=list)
+    begun: Message = field(default_factory=BLANK.copy)
 
     @property
     def messages(self) -> list[Message]:
@@ -61,17 +64,17 @@ class Dialogue:
 
     def begin(self) -> None:
         """Starts a new conversation."""
-        self.turns, self.images = [], []
+        self.turns, self.begun = [], BLANK
 
     def question(self, text: str) -> Message:
         """A message of the user, with the images before it, which are used up."""
-        images, self.images = self.images, []
-        message: Message = {"role": "user", "content": MARK * len(images) + text}
-        return {**message, "images": images} if images else message
+        begun, self.begun = self.begun, BLANK
+        return {**begun, "content": begun["content"] + text}
 
     def take_back(self) -> None:
         """Removes the last message, which was not sent; its images are again those of the next one."""
-        self.images = self.turns.pop().get("images", [])
+        last = self.turns.pop()
+        self.begun = {**last, "role": "user", "content": MARK * last["content"].count(MARK)}
 
 
 def run_chat_command(chat: Dialogue, line: str) -> str | None:
@@ -86,10 +89,9 @@ def run_chat_command(chat: Dialogue, line: str) -> str | None:
         chat.begin()
         chat.system = text.strip() or None
         return f"system prompt: {chat.system or '(none)'}; started a new conversation"
-    if command == "/image":
-        return _add_image(chat, text.strip())
-    if command == "/tools":
-        return _offer_tools(chat, text.strip())
+    with_files = {"/image": _add_image, "/tools": _offer_tools}
+    if command in with_files:
+        return with_files[command](chat, text.strip())
     if command == "/result":
         return "no call was made; a call is made by an answer"
     return HELP if command == "/help" else f"unknown command {command}; available:\n{HELP}"
@@ -109,15 +111,15 @@ def _offer_tools(chat: Dialogue, file: str) -> str:
 
 def _add_image(chat: Dialogue, reference: str) -> str:
     """Puts an image before the next message; returns the reply."""
-    if isinstance(chat.gallery.recipe, str):
-        return f"not added: {chat.gallery.recipe}"
-    asked = Conversation(({"role": "user", "content": MARK, "images": [reference]},), source="/image")
+    asked = Conversation(({**BLANK, "content": MARK, "images": [reference]},), source="/image")
     try:
+        chat.gallery.require_recipe()
         (message,) = chat.gallery.located(asked, "the chat").messages
     except DataError as error:
         return f"not added: {error}"
-    chat.images += message["images"]
-    return f"added; {len(chat.images)} before your next message"
+    images = [*chat.begun.get("images", ()), *message["images"]]
+    chat.begun = {**BLANK, "content": MARK * len(images), "images": images}
+    return f"added; {len(images)} before your next message"
 
 
 def said_by_user(chat: Dialogue, line: str) -> Message | None:
@@ -227,8 +229,7 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
         gallery = gallery_of_prompts(config, tokenizer, Source("the chat", ()), kept)
         with spinner(LOADING):
             model = load_for_inference(config, weights)
-    # whoever types a path may read the file
-    gallery = replace(gallery, allowed=Path("/"), base=gallery.base or Path())
+    gallery = replace(gallery, allowed=Path("/"))  # whoever types a path may read the file
     state = Dialogue(config.data.system_prompt, gallery=gallery)
     console().print(f"{run.path.name} on {model.device}", style="bold")
     console().print(HELP, style="dim")
@@ -244,7 +245,8 @@ def _converse(
     read: Callable[[str], str],
 ) -> None:
     """Reads lines and answers them until the chat is ended."""
-    if not isinstance(state.gallery.recipe, str):
+    with suppress(DataError):
+        state.gallery.require_recipe()
         console().print(IMAGE_HELP, style="dim")
     if note := tools_note(read_json(run.summary)):
         console().print(note, style="dim")
@@ -282,8 +284,10 @@ def _prompts_to_try(run: RunDir) -> list[str]:
     """The first prompts of one line that the run was compared on, if it was."""
     samples = read_json(run.summary).get("samples")
     trees = map(tree_of, samples) if isinstance(samples, list) else ()
-    found = [tree.get("prompt") for tree in trees if not tree.get("images")]
+    found = (tree.get("prompt") for tree in trees)
     prompts = [prompt.strip() for prompt in found if isinstance(prompt, str)]
     return [
-        prompt for prompt in dict.fromkeys(prompts) if "\n" not in prompt and len(prompt) <= SHOWN_PROMPT
+        prompt
+        for prompt in dict.fromkeys(prompts)
+        if not any(part in prompt for part in NOT_TYPED) and len(prompt) <= SHOWN_PROMPT
     ][:2]

@@ -37,6 +37,7 @@ from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import progress_bar
 from sft_play.vision.prompts import NO_PICTURES, Pictures
+from sft_play.vision.shown import thumbnails
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -119,7 +120,7 @@ def samples_of(
     return [
         {
             "prompt": question.shown,
-            **question.thumbnails,
+            **thumbnails(question.pictures),
             "reference": question.reference,
             **{name: question.compared(one.answers[row].text).answer for name, one in found.items()},
             "right": {name: is_right(one.judged[row], settings.metrics) for name, one in found.items()},
@@ -255,7 +256,7 @@ def _write_answers(
         }
         record |= {key: measured[name].answers[row].text for name, key in names.items()}
         right = {key: is_right(measured[name].judged[row], metrics) for name, key in names.items()}
-        record |= {"right": right, **(question.thumbnails if row < config.eval.samples else {})}
+        record |= {"right": right, **(thumbnails(question.pictures) if row < config.eval.samples else {})}
         lines += json.dumps(record, ensure_ascii=False) + "\n"
     with storing(path, "Free some space, or set output.dir=<folder>"):
         write_atomic(path, lines)

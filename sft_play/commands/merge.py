@@ -193,9 +193,7 @@ def row_logits(model: Any, rows: Sequence[Sequence[int]], pictures: Pictures = N
     found = []
     for index, row in enumerate(rows):
         ids = torch.tensor([row], device=model.device)
-        seen: dict[str, Any] = pictures.of([index]).inputs(ids)
-        if seen:
-            seen["logits_to_keep"] = TEST_TOKENS
+        seen = pictures.of([index]).inputs(ids, logits_to_keep=TEST_TOKENS)
         with torch.inference_mode():
             found.append(model(input_ids=ids, **seen).logits[0].float().cpu())
     return torch.cat(found)
@@ -301,10 +299,7 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
         held_out = data.val if data.val is not None else data.train
         first = held_out.select(range(min(TEST_ROWS, len(held_out))))
         pictures = Pictures.in_rows(data.recipe, first, data.cache_path)
-        seen = [bool(row) for row in pictures.of_rows] or [False] * len(first)
-        rows = [
-            ids if whole else ids[:TEST_TOKENS] for ids, whole in zip(first["input_ids"], seen, strict=True)
-        ]
+        rows = pictures.cut(first["input_ids"], TEST_TOKENS)
         with spinner("comparing logits"):
             measured = _measure(config, adapter, output, dtype, rows, pictures)
     tolerance = TOLERANCES[dtype]

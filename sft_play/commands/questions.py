@@ -1,7 +1,6 @@
 """The questions of held-out rows: prompts, and what of an answer is compared with what."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from sft_play.rows.formats import Conversation
 from sft_play.rows.images import as_written
 from sft_play.rows.messages import Message
 from sft_play.vision.expansion import pictures_in, rooted
-from sft_play.vision.shown import thumbnail
 from sft_play.vision.types import Picture
 
 if TYPE_CHECKING:
@@ -46,13 +44,6 @@ class Question:
     def shown(self) -> str:
         """The prompt for a reader, with its history in short."""
         return history_text(self.messages)
-
-    @property
-    def thumbnails(self) -> dict[str, list[str]]:
-        """Under "images", small copies of its pictures as data: URLs; {} without any, or if they are gone."""
-        with suppress(OSError, ValueError):
-            return {"images": [thumbnail(each) for each in self.pictures]} if self.pictures else {}
-        return {}
 
     def compared(self, answer: str) -> Compared:
         """What of a generated answer is compared with the reference."""

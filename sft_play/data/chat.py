@@ -25,7 +25,7 @@ from sft_play.data.template import cannot_render, flatten_globals, render, rende
 from sft_play.errors import ConfigError, DataError
 from sft_play.rows.formats import Conversation
 from sft_play.rows.messages import Message
-from sft_play.vision.families import Recipe
+from sft_play.vision.families import TEXT_ALONE, Recipe
 from sft_play.vision.parts import for_template
 from sft_play.vision.types import Picture
 
@@ -66,7 +66,7 @@ class Chat:
     learn_tool_calls: bool = True  # whether assistant turns that call tools carry loss
     pieces: Pieces | None = None  # saves time with many rows
     controls: ControlTokens | None = None  # None: texts are not searched for control tokens
-    recipe: Recipe | None = None  # None: rows have no images
+    recipe: Recipe | str = TEXT_ALONE  # how the model takes pictures, or why it takes none
 
 
 def make_chat(

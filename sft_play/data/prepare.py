@@ -54,8 +54,8 @@ from sft_play.rows.formats import Conversation, convert, with_format
 from sft_play.rows.json_files import Row
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.progress import progress_bar
-from sft_play.vision.families import Recipe
-from sft_play.vision.gallery import TEXT_ALONE, Gallery, described
+from sft_play.vision.families import TEXT_ALONE, Recipe
+from sft_play.vision.gallery import Gallery, described
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -86,7 +86,7 @@ class PreparedData:
     seconds; and rendered_as_of, a day, if the chat template writes one."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
-    recipe: Recipe | None = None  # how the model takes pictures; None if no row has any
+    recipe: Recipe | str = TEXT_ALONE  # how the model takes pictures, or why it takes none
 
     @property
     def fingerprint(self) -> str:
@@ -178,7 +178,7 @@ def _chat(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
-    return replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
+    return replace(chat, recipe=recipe)
 
 
 @contextmanager
@@ -372,9 +372,9 @@ def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | st
     rows = {name: datasets.Dataset.from_file(str(file)) for name, file in files.items() if file.exists()}
     shares = _weighted(stats["train"].get("sources", []), config)
     length = longest if asked == "auto" else asked
-    pictures = sum(stats[split]["pictures"] for split in SPLITS if stats[split])
-    used = recipe if pictures and isinstance(recipe, Recipe) else None
-    return PreparedData(rows["train"], rows.get("val"), rows.get("test"), length, stats, folder, shares, used)
+    return PreparedData(
+        rows["train"], rows.get("val"), rows.get("test"), length, stats, folder, shares, recipe
+    )
 
 
 def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:

@@ -157,7 +157,8 @@ def write_splits(
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     stats: dict[str, Any] = {"largest_token_id": 0}
     # without pictures as before there were any, so that the hash of rows stays, by which a run goes on
-    columns = store.ROWS if _has_pictures(parts) else store.TEXT_ROWS
+    cells = (batch["pictures"].flatten() for part in parts for batch in store.batches(part.rows))
+    columns = next((store.ROWS for cell in cells for _ in cell), store.TEXT_ROWS)
     for split in SPLITS:
         held = chosen[split]
         tallies = _write_split(split, held, folder, columns, unknown_id)
@@ -214,10 +215,6 @@ def _larger(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             held, tokens = [], 0
     if held:
         yield pa.concat_batches(held)
-
-
-def _has_pictures(parts: Sequence[Part]) -> bool:
-    return any(len(batch["pictures"].flatten()) for part in parts for batch in store.batches(part.rows))
 
 
 def _write_split(

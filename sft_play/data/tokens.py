@@ -76,26 +76,20 @@ def encode(
 def _with_texts_of_pictures(chat: Chat, row: Conversation, rendered: RenderedRow) -> RenderedRow:
     """The rendered row with what the model reads for each of its pictures."""
     pictures = pictures_in(row.messages[: rendered.messages])
-    if chat.recipe is None and not pictures:
-        return rendered
-    spans = rendered.supervised, rendered.spelled
     try:
-        text, supervised, spelled = expanded(chat.recipe, rendered.text, pictures, *spans)
+        return expanded(chat.recipe, rendered, pictures)
     except ValueError as problem:
         raise DataError(f"{row.source}: {problem}") from None
-    return replace(rendered, text=text, supervised=supervised, spelled=spelled, pictures=pictures)
 
 
 def _with_image_tokens(chat: Chat, source: str, row: Tokens, pictures: tuple[Picture, ...] = ()) -> Tokens:
     """The row with as many tokens for each picture as the model needs; of a beginning, for those in it."""
-    if chat.recipe is None:
-        return row
     whole = chat.max_tokens is None or len(row.input_ids) <= chat.max_tokens
     try:
         ids, labels, pictures = repeated(chat.recipe, row.input_ids, row.labels, pictures, whole=whole)
     except ValueError as problem:
         raise DataError(f"{source}: {problem}") from None
-    return replace(row, input_ids=ids, labels=labels, pictures=pictures)
+    return Tokens(ids, labels, pictures=pictures)
 
 
 def _beginning(chat: Chat, text: str) -> str:

@@ -14,7 +14,7 @@ from sft_play.errors import DataError, DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights.finished import release_memory
 from sft_play.ui.progress import progress_bar
-from sft_play.vision.families import Recipe
+from sft_play.vision.families import TEXT_ALONE, Recipe
 from sft_play.vision.prompts import NO_PICTURES, Pictures
 
 Result = TypeVar("Result")
@@ -74,16 +74,13 @@ def load_chat_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def chat_of(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, recipe: Recipe | str | None = None
-) -> Chat:
+def chat_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, recipe: Recipe | str = TEXT_ALONE) -> Chat:
     """The settings for prompts of a run, whose chat template the tokenizer has.
 
     `recipe` is how the model takes pictures, or why it takes none.
     """
     chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
-    chat = replace(chat, recipe=recipe if isinstance(recipe, Recipe) else None)
-    return with_control_tokens(chat, config.data.control_tokens)
+    return with_control_tokens(replace(chat, recipe=recipe), config.data.control_tokens)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

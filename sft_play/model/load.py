@@ -303,7 +303,7 @@ def load_data(
         config, tokenizer, model_limit=limit, recipe=recipe, progress=progress, hashes=hashes, day=day
     )
     if trained:
-        require_supported(config, architecture.model_type, seen=rows.recipe is not None)
+        require_supported(config, architecture.model_type, seen="pictures" in rows.train.column_names)
     largest = rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(

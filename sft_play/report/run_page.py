@@ -1,6 +1,7 @@
 """The report of one run: how it ended, what it learned, what was measured, and last what it was made from."""
 
 import contextlib
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from sft_play.units import capitalized, counted, format_bytes, format_count, for
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 TILES = ("loss,", "peak memory", "tokens/s", "training time", "steps")  # the key numbers that say most
-THUMBNAIL = "data:image/jpeg;base64,"  # begins each small copy of a picture
+THUMBNAIL = re.compile("data:image/jpeg;base64,[A-Za-z0-9+/=]+")  # a small copy of a picture
 Build = Callable[[RunRecord], Iterator[Block]]
 
 
@@ -350,6 +351,4 @@ def _answers(run: RunRecord) -> Iterator[Block]:
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
     texts = [(name + mark(key, record), record[key]) for key, name in names.items() if key in record]
-    found = record.get("images")
-    images = [one for one in found if str(one).startswith(THUMBNAIL)] if isinstance(found, list) else []
-    return Sample(prompt, texts, images)
+    return Sample(prompt, texts, THUMBNAIL.findall(str(record.get("images"))))

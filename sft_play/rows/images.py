@@ -5,16 +5,24 @@ or one, beside texts with <image> (LLaMA-Factory, ms-swift). Columns of Parquet 
 """
 
 import base64
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib import request
 
 from sft_play.rows.invalid import InvalidRow, found_text, invalid
+from sft_play.units import format_bytes
 
 MARK = "\ufdd2"  # no character: Unicode leaves it to programs, and texts have none
 TAG = "<image>"
 KEYS = ("images", "image")
 PARTS = ("image", "image_url")
 NAMES = ("image_url", "image", "bytes", "url", "path")  # of what a part, or a struct of a column, holds
+URL_SECONDS, URL_BYTES, PART_BYTES = 30.0, 32 << 20, 1 << 16
+OF_THE_WEB = (  # which leads to no file, and to no other protocol
+    *(request.ProxyHandler, request.HTTPHandler, request.HTTPSHandler, request.HTTPRedirectHandler),
+    *(request.HTTPErrorProcessor, request.HTTPDefaultErrorHandler, request.UnknownHandler),
+)
 
 Message = dict[str, Any]
 Reference = str | bytes  # a path, a URL or a data: URL; or the picture
@@ -38,8 +46,11 @@ def _reference(value: Any, key: str) -> Reference:
     raise invalid(key, value, "the path or URL of an image, or its bytes")
 
 
-def without_pictures(content: list[Any], key: str) -> tuple[list[Any], list[Reference | None]]:
-    """Parts of a message with marks as texts in place of pictures, and these; None for one beside them."""
+def without_pictures(content: list[Any], key: str) -> tuple[list[Any], Message]:
+    """Parts of a message with marks as texts in place of pictures, and what it has of these.
+
+    That is nothing, or images, with None for each that is beside the parts.
+    """
     texts, found = list(content), list[Reference | None]()
     for index, part in enumerate(content):
         if isinstance(part, dict) and part.get("type") in PARTS:
@@ -47,7 +58,7 @@ def without_pictures(content: list[Any], key: str) -> tuple[list[Any], list[Refe
             if any(part.get(name) for name in NAMES):
                 found[-1] = _reference(part, f"{key}[{index}]")
             texts[index] = {"type": "text", "text": MARK}
-    return texts, found
+    return texts, {"images": found} if found else {}
 
 
 def placed(messages: Sequence[Message], data: Mapping[str, Any]) -> list[Message]:
@@ -138,3 +149,32 @@ def _written(pictures: Iterable[Any]) -> Iterator[Any]:
 def data_url(content: bytes, kind: str = "image") -> str:
     """A data: URL of the bytes of a picture; `kind` is its media type."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def of_data_url(url: str) -> bytes:
+    """What a data: URL holds; ValueError if it is none."""
+    try:
+        return request.urlopen(url).read()
+    except ValueError:
+        raise ValueError("its data: URL is damaged") from None
+
+
+def downloaded(url: str) -> bytes:
+    """The content of a URL of the web, within URL_SECONDS and URL_BYTES.
+
+    Raises:
+        ValueError: it takes longer, or is larger.
+        OSError: it cannot be had.
+    """
+    asked = request.Request(url, headers={"User-Agent": "sft-play"})
+    started, content, opener = time.monotonic(), bytearray(), request.OpenerDirector()
+    for handler in OF_THE_WEB:
+        opener.add_handler(handler())
+    with opener.open(asked, timeout=URL_SECONDS) as answer:
+        while part := answer.read1(PART_BYTES):
+            content += part
+            if len(content) > URL_BYTES:
+                raise ValueError(f"it is larger than {format_bytes(URL_BYTES)}")
+            if time.monotonic() - started > URL_SECONDS:
+                raise ValueError(f"it takes longer than {URL_SECONDS:g} s")
+    return bytes(content)

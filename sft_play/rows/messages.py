@@ -4,7 +4,7 @@ import json
 from itertools import cycle
 from typing import Any
 
-from sft_play.rows.images import Message, Reference, with_pictures, without_pictures
+from sft_play.rows.images import Message, with_pictures, without_pictures
 from sft_play.rows.invalid import InvalidRow, found_text, invalid
 from sft_play.rows.strict_json import parse, without_nulls
 from sft_play.rows.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
@@ -143,7 +143,7 @@ def _message(value: object, key: str) -> Message:
     if role is None:
         raise invalid(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
     content, calls = value.get(content_key), without_nulls(value.get("tool_calls"))
-    images: list[Reference | None] = []
+    images: Message = {}
     if name == "function_call":  # ShareGPT puts the call in place of the text
         call = json_if_text(content, f"{key}.{content_key}")
         content, calls = "", call if isinstance(call, list) else [call]
@@ -158,7 +158,7 @@ def _message(value: object, key: str) -> Message:
         content = ""
     # A blank question is an error in the data; a blank answer only drops the row (see `_unusable`).
     text = content_of(content, f"{key}.{content_key}", may_be_blank=role != "user")
-    message: Message = {"role": role, "content": text, **({"images": images} if images else {})}
+    message: Message = {"role": role, "content": text, **images}
     message = with_pictures(message, value, f"{key}.")
     if reasoning is not None:
         message["reasoning_content"] = checked_text(reasoning, f"{key}.reasoning_content")

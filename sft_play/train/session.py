@@ -50,6 +50,7 @@ from sft_play.upstream.patching import lasting
 from sft_play.vision.ahead import PicturesAhead
 from sft_play.vision.batches import with_pictures
 from sft_play.vision.decoding import pixels
+from sft_play.vision.families import Recipe
 from sft_play.vision.looks import Look
 
 
@@ -195,7 +196,7 @@ def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Colla
     if job.plan.rows.joined:
         boundaries = ATTENTIONS[job.plan.attention].boundaries
         collator_of = partial(joined_micro_batches, boundaries=boundaries)
-    if recipe and look:
+    if look and isinstance(recipe, Recipe) and "pictures" in batches.rows.column_names:
         ahead = PicturesAhead(
             partial(pixels, recipe=recipe, folder=job.data.cache_path),
             batches.rows,

@@ -32,27 +32,22 @@ def rooted(messages: Sequence[Message], folder: Path) -> tuple[Message, ...]:
     return tuple(map(moved, messages))
 
 
-def expanded(
-    recipe: Recipe | None,
-    text: str,
-    pictures: Sequence[Picture],
-    spans: Sequence[Span],
-    spelled: Sequence[Span],
-) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
-    """A rendered text, and spans in it, with what the model reads for each picture.
+def expanded(recipe: Recipe | str, row: Any, pictures: tuple[Picture, ...]) -> Any:
+    """A `RenderedRow`, with what the model reads for each picture.
 
     That is in place of what the template wrote for it, its placeholder. A template that takes no images has
     left marks. Placeholders that are spelled as ordinary text stay.
 
     Raises:
-        ValueError: there are more or fewer placeholders than pictures, or the model takes none.
+        ValueError: there are more or fewer placeholders than pictures.
     """
-    if recipe is None:
-        raise ValueError("images cannot be read here")
+    if isinstance(recipe, str):
+        return row
+    text: str = row.text
     pattern, write = re.escape(recipe.family.placeholder), recipe.family.text
     if pictures and MARK in text:
         pattern, write = MARK, recipe.family.bare_text
-    begins = {begin for begin, _ in spelled}
+    begins = {begin for begin, _ in row.spelled}
     places = [found.span() for found in re.finditer(pattern, text) if found.start() not in begins]
     if len(places) != len(pictures):
         raise ValueError(
@@ -71,12 +66,12 @@ def expanded(
     def shifted(span: Span) -> Span:
         return span[0] + moves[bisect_right(ends, span[0])], span[1] + moves[bisect_right(ends, span[1])]
 
-    whole = "".join([*pieces, text[at:]])
-    return whole, tuple(map(shifted, spans)), tuple(map(shifted, spelled))
+    spans = {name: tuple(map(shifted, getattr(row, name))) for name in ("supervised", "spelled")}
+    return replace(row, text="".join([*pieces, text[at:]]), pictures=pictures, **spans)
 
 
 def repeated(
-    recipe: Recipe,
+    recipe: Recipe | str,
     ids: np.ndarray,
     labels: np.ndarray,
     pictures: Sequence[Picture],
@@ -91,6 +86,8 @@ def repeated(
     Raises:
         ValueError: an image token stands in a text of the row.
     """
+    if isinstance(recipe, str):
+        return ids, labels, ()
     places = np.flatnonzero(ids == recipe.image_token_id)
     runs = [run for picture in pictures for run in recipe.family.runs(picture.fit)]
     if len(places) > len(runs) or (whole and len(places) < len(runs)):
@@ -108,10 +105,10 @@ def repeated(
 
 
 def cut_before(
-    recipe: Recipe | None, ids: np.ndarray, pictures: Sequence[Picture], limit: int
+    recipe: Recipe | str, ids: np.ndarray, pictures: Sequence[Picture], limit: int
 ) -> tuple[int, tuple[Picture, ...]]:
     """Where to cut a row to at most `limit` tokens, not within a picture, and the pictures before that."""
-    if recipe is None or not pictures:
+    if isinstance(recipe, str) or not pictures:
         return limit, ()
     places = np.flatnonzero(ids == recipe.image_token_id)
     last = np.cumsum([picture.fit.tokens for picture in pictures]) - 1

@@ -11,6 +11,7 @@ from sft_play.vision.types import Fit
 
 MAX_SIDE = 4096  # of the processors of SmolVLM and Idefics3, whatever their settings say
 MAX_ASPECT = 200  # of those of Qwen
+TEXT_ALONE = "this model learns from text alone"
 
 
 class Family:

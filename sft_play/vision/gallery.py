@@ -1,11 +1,9 @@
 """References in rows -> pictures: files are found, sizes read, and bytes kept that no file has."""
 
 import hashlib
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib import request
 from urllib.parse import urlsplit
 
 from PIL import __version__ as PIL_VERSION
@@ -13,19 +11,12 @@ from PIL import __version__ as PIL_VERSION
 from sft_play.errors import DataError, first_line
 from sft_play.files import read_whole, write_atomic
 from sft_play.rows.formats import Conversation
-from sft_play.rows.images import MARK, Message, Reference
-from sft_play.units import format_bytes
+from sft_play.rows.images import MARK, Message, Reference, downloaded, of_data_url
 from sft_play.vision.decoding import MAX_BYTES, size_of
-from sft_play.vision.families import Recipe
+from sft_play.vision.families import TEXT_ALONE, Recipe
 from sft_play.vision.types import FOLDER, Picture
 
-URL_SECONDS, URL_BYTES, PART_BYTES = 30.0, 32 << 20, 1 << 16
 WEB = ("http", "https")
-OF_THE_WEB = (  # which leads to no file, and to no other protocol
-    *(request.ProxyHandler, request.HTTPHandler, request.HTTPSHandler, request.HTTPRedirectHandler),
-    *(request.HTTPErrorProcessor, request.HTTPDefaultErrorHandler, request.UnknownHandler),
-)
-TEXT_ALONE = "this model learns from text alone"
 
 
 @dataclass(frozen=True)
@@ -37,6 +28,12 @@ class Gallery:
     base: Path | None = None  # the folder that paths are relative to; None: that of the file of the row
     allow_urls: bool = False
     kept: Path = Path()  # the folder of the prepared rows
+
+    def require_recipe(self, what: str = "") -> Recipe:
+        """How the model takes pictures; DataError, after `what`, with the reason if it takes none."""
+        if isinstance(self.recipe, str):
+            raise DataError(f"{what}{self.recipe}")
+        return self.recipe
 
     @property
     def key(self) -> list[str] | None:
@@ -59,12 +56,10 @@ class Gallery:
     def _located(self, message: Message, source: str, file: str) -> Message:
         if "images" not in message:
             return message
-        if isinstance(self.recipe, str):
-            raise DataError(f"{source}: the row has images, and {self.recipe}")
-        found = []
+        recipe, found = self.require_recipe(f"{source}: the row has images, and "), []
         for one in message["images"]:
             try:
-                found.append(asdict(self._picture(one, file, self.recipe)))
+                found.append(asdict(self._picture(one, file, recipe)))
             except (OSError, ValueError) as problem:
                 said = getattr(problem, "strerror", None) or first_line(problem)
                 raise DataError(f"{source}: image {_shown(one)} cannot be used: {said}") from None
@@ -78,7 +73,7 @@ class Gallery:
         if isinstance(reference, bytes):
             content = reference
         elif scheme == "data":
-            content = _of_data_url(reference)
+            content = of_data_url(reference)
         elif scheme in WEB:
             if not self.allow_urls:
                 raise ValueError("it would be downloaded; to allow that, set data.allow_urls=true")
@@ -122,32 +117,3 @@ def _shown(reference: Reference) -> str:
     if isinstance(reference, bytes):
         return f"of {len(reference):,} bytes"
     return repr(reference if len(reference) <= 100 else f"{reference[:60]}...")
-
-
-def _of_data_url(url: str) -> bytes:
-    """What a data: URL holds; ValueError if it is none."""
-    try:
-        return request.urlopen(url).read()
-    except ValueError:
-        raise ValueError("its data: URL is damaged") from None
-
-
-def downloaded(url: str) -> bytes:
-    """The content of a URL of the web, within URL_SECONDS and URL_BYTES.
-
-    Raises:
-        ValueError: it takes longer, or is larger.
-        OSError: it cannot be had.
-    """
-    asked = request.Request(url, headers={"User-Agent": "sft-play"})
-    started, content, opener = time.monotonic(), bytearray(), request.OpenerDirector()
-    for handler in OF_THE_WEB:
-        opener.add_handler(handler())
-    with opener.open(asked, timeout=URL_SECONDS) as answer:
-        while part := answer.read1(PART_BYTES):
-            content += part
-            if len(content) > URL_BYTES:
-                raise ValueError(f"it is larger than {format_bytes(URL_BYTES)}")
-            if time.monotonic() - started > URL_SECONDS:
-                raise ValueError(f"it takes longer than {URL_SECONDS:g} s")
-    return bytes(content)

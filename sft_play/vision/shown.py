@@ -1,6 +1,7 @@
 """The pictures of rows, for a person."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any
@@ -31,11 +32,15 @@ def thumbnail(picture: Picture) -> str:
     return data_url(file.getvalue(), "image/jpeg")
 
 
-def each_once(
-    recipe: Recipe | None, ids: Sequence[int], labels: Sequence[int]
-) -> tuple[list[int], list[int]]:
+def thumbnails(pictures: Sequence[Picture]) -> dict[str, list[str]]:
+    """Small copies of pictures under "images"; {} without any, or if they are gone."""
+    with suppress(OSError, ValueError):
+        return {"images": list(map(thumbnail, pictures))} if pictures else {}
+    return {}
+
+
+def each_once(recipe: Recipe | str, ids: Sequence[int], labels: Sequence[int]) -> list[list[int]]:
     """Ids and labels of a row with one token in place of image tokens that follow each other."""
-    repeated = recipe.image_token_id if recipe else None
+    repeated = None if isinstance(recipe, str) else recipe.image_token_id
     kept = [at for at, token in enumerate(ids) if token != repeated or at == 0 or ids[at - 1] != token]
-    kept_ids = [ids[at] for at in kept]
-    return kept_ids, [labels[at] for at in kept]
+    return [[row[at] for at in kept] for row in (ids, labels)]

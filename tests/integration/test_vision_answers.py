@@ -61,7 +61,7 @@ def test_answers_before_and_after_are_compared_and_have_small_copies_of_their_pi
     assert found["after"]["exact_match"] is not None
     assert [one["prompt"] for one in found["samples"]][:2] == ["<image>what is 0?", "<image>what is 1?"]
     (shown,) = found["samples"][1]["images"]
-    assert shown.startswith(THUMBNAIL) and len(shown) < 4096
+    assert THUMBNAIL.fullmatch(shown) and len(shown) < 4096
     small = Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2])))
     assert (small.format, small.size) == ("JPEG", SIZES[1][::-1])
 

@@ -12,6 +12,7 @@ from sft_play.commands.chat import (
     run_chat_command,
     said_by_user,
 )
+from sft_play.rows.images import MARK
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -74,11 +75,12 @@ def test_a_question_is_forgotten_with_its_calls_and_their_results():
 
 
 def test_a_message_that_was_not_sent_leaves_its_images_to_the_next_one():
-    chat = Dialogue(images=["1.png"])
+    image = {"role": "user", "content": MARK, "images": ["1.png"]}
+    chat = Dialogue(begun=image)
     chat.turns += [chat.question("what is it?")]
-    assert chat.images == [] and chat.turns[0]["images"] == ["1.png"]
+    assert chat.turns == [image | {"content": f"{MARK}what is it?"}]
     chat.take_back()
-    assert chat.turns == [] and chat.question("and now?")["images"] == ["1.png"]
+    assert chat.turns == [] and chat.question("and now?") == image | {"content": f"{MARK}and now?"}
     chat.turns += [chat.question("no image")]
     chat.take_back()
     assert "images" not in chat.question("still none")
