@@ -32,7 +32,7 @@ from sft_play.sizing.trace.trace import (
     trained_parameters,
 )
 from sft_play.timeline import PHASES, WHOLE_MODEL
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 
 LAYER = " layer"
 # The profiler sorts by a clock that jumps on some virtual machines, and drops events outside its window.
@@ -117,7 +117,7 @@ def _two_steps(
         warnings.simplefilter("ignore")
         for _ in range(2):
             if spec.accumulates:
-                forward(model, make_batch(spec, look=Look.of(model.config)), spec).backward()
+                forward(model, make_batch(spec, look=look_of(model.config)), spec).backward()
             marks = PhaseMarks()
             with layer_hooks(layers, marks):
                 run_step(model, optimizer, spec, marks)

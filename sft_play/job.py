@@ -38,7 +38,7 @@ from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, spinner
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ def prepare_job(
             with part("profile"):
                 ensure_profile(config, machine, processes)
         with spinner(PLANNING), part("plan"):
-            facts = DataFacts.of(loaded.rows, config, Look.of(loaded.architecture))
+            facts = DataFacts.of(loaded.rows, config, look_of(loaded.architecture))
             architecture = Architecture.of(loaded.architecture)
             request = Request(config, architecture, facts, machine, processes, machines)
             earlier = earlier_plan(config, run.path)
@@ -160,7 +160,7 @@ def request_of(job: Job) -> Request:
     return Request(
         job.config,
         Architecture.of(job.architecture),
-        DataFacts.of(job.data, job.config, Look.of(job.architecture)),
+        DataFacts.of(job.data, job.config, look_of(job.architecture)),
         job.machine,
         plan.sharing.world_size,
         plan.sharing.machines,

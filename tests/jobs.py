@@ -23,7 +23,7 @@ from sft_play.planning.candidates.tiles import may_tile, with_tiles
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.search.choice import choose_plan
 from sft_play.runlog import open_run, read_metrics
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 from tests.conftest import VOCABULARY, token_rows
 from tests.plans import plan_with
 
@@ -102,7 +102,7 @@ def make_job(
         settings = {"data.train_path": data, "data.val_fraction": 0}
         prepared = load_data(config.changed(settings), trained=True).rows
     architecture = load_model_config(config.model)
-    facts = DataFacts.of(prepared, config, Look.of(architecture))
+    facts = DataFacts.of(prepared, config, look_of(architecture))
     padding_free, width = config.train.padding_free is not False, architecture.get_text_config().hidden_size
     drafts = draft_plans(
         config,

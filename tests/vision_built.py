@@ -13,7 +13,7 @@ from sft_play.model.collators import joined_micro_batches, padded_micro_batches
 from sft_play.model.layers import own_passes
 from sft_play.model.layers.loss_head import add_loss_head
 from sft_play.vision.batches import with_pictures
-from sft_play.vision.looks import Look, trained_parts
+from sft_play.vision.looks import look_of, trained_parts
 from sft_play.vision.models import attention_by_part, join_pictures
 from tests.vision_models import config_of, random_model, random_pixels
 
@@ -40,7 +40,7 @@ def ours(kind, mode="full", vision="frozen"):
 
 def batch_of(kind, rows, chosen, *, always=False):
     """A micro-batch of rows, padded for Qwen3.5 and joined for the others."""
-    look = Look.of(config_of(kind))
+    look = look_of(config_of(kind))
     collator_of = partial(joined_micro_batches, boundaries="lengths")
     if kind == "qwen3_5":
         collator_of = partial(padded_micro_batches, pad_id=0)

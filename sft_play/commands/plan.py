@@ -184,10 +184,9 @@ def _described(
     asked: DescribedRows, config: RunConfig, architecture: Architecture
 ) -> tuple[DataFacts, list[Reason]]:
     picture, seen = NO_PICTURE, list[Reason]()
-    if asked.images:
-        settings, max_pixels = processor_settings(config.model.name), config.data.image_max_pixels
-        picture = architecture.ask(described_picture, settings, max_pixels, *asked.size)
-        height, width = asked.size
+    settings, max_pixels = processor_settings(config.model.name), config.data.image_max_pixels
+    for height, width in asked.sizes:
+        picture = architecture.ask(described_picture, settings, max_pixels, height, width)
         seen = [DescribedImages(asked.images, width, height, picture.fit.tokens, picture.row_tokens)]
     facts, longer = described_facts(asked, config, architecture.facts.position_limit, picture)
     lengths = DescribedLengths(
@@ -196,7 +195,7 @@ def _described(
         p95=asked.lengths.p95,
         longest=facts.longest_row,
         longer=longer,
-        overlong=asked.overlong(config),
+        overlong=picture.overlong(config.data.overlong),
     )
     return facts, [lengths, *seen]
 

@@ -12,6 +12,7 @@ from sft_play.runlog import RunDir, read_json
 from sft_play.sizing.facts.architecture import planning_architecture
 from sft_play.ui.console import warn
 from sft_play.ui.progress import PLANNING, spinner
+from sft_play.vision.looks import look_of
 
 
 def add_scaling(run: RunDir) -> None:
@@ -26,7 +27,7 @@ def add_scaling(run: RunDir) -> None:
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
             sizes = row_sizes(config, architecture, progress=False)
-            facts = DataFacts.of_sizes(sizes, config, sizes.look(architecture))
+            facts = DataFacts.of_sizes(sizes, config, architecture.ask(look_of))
             shared = plan.sharing
             request = Request(config, architecture, facts, machine, shared.world_size)
             rows = scaling(request.with_offload(shared.offload).in_groups_as(shared))

@@ -270,6 +270,11 @@ class StepSpec:
         return self.device == "cuda" or self.precision.autocast == "no" or 3 not in self.loss_tiles
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no step of another size tells what it computes: they have other tiles, or pictures."""
+        return bool(self.mlp_tile or self.fits)
+
+    @property
     def tiles(self) -> tuple[int, ...]:
         """Tiles of the output head and of an MLP: block sizes are linear among steps with as many."""
         batches = self.tokens, math.prod(self.evaluated.shape)

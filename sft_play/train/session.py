@@ -51,7 +51,7 @@ from sft_play.vision.ahead import PicturesAhead
 from sft_play.vision.batches import with_pictures
 from sft_play.vision.decoding import pixels
 from sft_play.vision.families import Recipe
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,12 @@ def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> 
 
 def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Collator:
     """With images, and `always`, each micro-batch has one."""
-    pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, Look.of(job.architecture)
+    pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, look_of(job.architecture)
     collator_of: Callable[[Dataset], Collator] = partial(padded_micro_batches, pad_id=pad_id)
     if job.plan.rows.joined:
         boundaries = ATTENTIONS[job.plan.attention].boundaries
         collator_of = partial(joined_micro_batches, boundaries=boundaries)
-    if look and isinstance(recipe, Recipe) and "pictures" in batches.rows.column_names:
+    if isinstance(recipe, Recipe) and "pictures" in batches.rows.column_names:
         ahead = PicturesAhead(
             partial(pixels, recipe=recipe, folder=job.data.cache_path),
             batches.rows,

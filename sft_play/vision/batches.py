@@ -9,6 +9,7 @@ import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from sft_play.parts import IGNORED
+from sft_play.upstream.torch import making_real_tensors
 from sft_play.vision.looks import Look
 from sft_play.vision.types import Fit, Picture, pictures_of
 
@@ -109,15 +110,22 @@ def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
     }
 
 
-def empty_inputs(look: Look, fits: Sequence[Fit], shape: tuple[int, int]) -> dict[str, Any]:
-    """What a batch of this shape has of such pictures, without values."""
-    pixels = torch.empty(sum(fit.units for fit in fits), *look.unit_shape)
-    found = tower_inputs(look, fits) | {"pixel_values": pixels}
-    if look.kind == "patches":
-        found["position_ids"] = torch.empty((4, *shape), dtype=torch.int64)
+def add_empty(batch: dict[str, Any], look: Look, fits: Sequence[Fit]) -> None:
+    """Adds to a batch of zeros what it has of such pictures: zeros, and tokens that stand for them."""
+    if not fits:
+        return
+    ids: torch.Tensor = batch["input_ids"]
+    with making_real_tensors():  # it looks into data
+        pixels = torch.empty(sum(fit.units for fit in fits), *look.unit_shape)
+        found = tower_inputs(look, fits) | {"pixel_values": pixels}
+        if look.kind == "patches":
+            found["position_ids"] = torch.empty((4, *ids.shape), dtype=torch.int64)
+    for name, value in found.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        batch[name] = torch.zeros(value.shape, dtype=value.dtype, device=ids.device) if is_tensor else value
     if look.kind == "squares":
-        found["two_way_blocks"] = _blocks_as_far(fits)
-    return found
+        batch["two_way_blocks"] = _blocks_as_far(fits)
+    ids.view(-1)[: sum(fit.tokens for fit in fits)] = look.image_token  # for a real model
 
 
 def _blocks_as_far(fits: Sequence[Fit]) -> list[tuple[int, int, int]]:

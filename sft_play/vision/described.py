@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError
-from sft_play.vision.looks import TRAINED, Look
+from sft_play.spelling import var
+from sft_play.vision.looks import NO_LOOK, TRAINED, Look, look_of
 from sft_play.vision.recipes import KINDS, Unsuitable, recipe_with
 from sft_play.vision.types import Fit
 
@@ -26,25 +27,35 @@ class DescribedPicture:
 
     fit: Fit
     row_tokens: int  # of a row: those that stand for its features, and those around them
-    look: Look | None  # of the model
+    look: Look  # of the model
+    remedy: str = "data.image_max_pixels"  # what is set where rows are too long
+
+    def overlong(self, asked: str) -> str:
+        """What becomes of rows that are, as data.overlong asks: those with pictures are left out."""
+        return "drop" if self.row_tokens else asked
 
 
-NO_PICTURE = DescribedPicture(Fit(0, 0, 0, 0, 0, 0), 0, None)
+NO_PICTURE = DescribedPicture(Fit(0, 0, 0, 0, 0, 0), 0, NO_LOOK, "data.overlong=truncate")
 
 
-def size_asked(text: str) -> tuple[int, int] | None:
-    """Height and width, in pixels, of "1024x768", which has the width first; None if it is no such size."""
-    if (found := SIZE.fullmatch(text.strip())) is None:
-        return None
-    return int(found[2]), int(found[1])
+def pictures_asked(images: int | None, pixels: str | None) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """IMAGES of each row, and height and width of PIXELS; 0 and () without. ConfigError if one is wrong."""
+    if (images is None) != (pixels is None):
+        raise ConfigError(
+            f"{var(IMAGES=None)}, of each row, and {var(PIXELS=None)}, their size, belong together: e.g. "
+            f"{var(IMAGES=2, PIXELS='1024x768')}"
+        )
+    if images is None or pixels is None:
+        return 0, ()
+    if (found := SIZE.fullmatch(pixels.strip())) is None:
+        raise ConfigError(f"{var(PIXELS=pixels)}: expected width x height, e.g. {var(PIXELS='1024x768')}")
+    return images, ((int(found[2]), int(found[1])),)
 
 
 def processor_settings(name: str) -> str:
     """Those of the image processor in a model's folder, as JSON; "" for a model of the Hub."""
     file = Path(name) / "preprocessor_config.json"
-    if not file.is_file():
-        return ""
-    return file.read_text(encoding="utf-8")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def described_picture(
@@ -57,7 +68,7 @@ def described_picture(
     """
     import transformers
 
-    if (look := Look.of(config)) is None:
+    if (look := look_of(config)) is NO_LOOK:
         raise ConfigError(f"rows with images are planned for {TRAINED}, and this is {config.model_type}")
     kind = KINDS[config.model_type]
     processor = getattr(transformers, kind.processor)
@@ -74,12 +85,12 @@ def described_picture(
 
 def published_settings(config: "PretrainedConfig") -> Mapping[str, Any]:
     """Settings of the image processor that such a model is published with, as far as sizes depend on them."""
-    vision, look = config.vision_config, Look.of(config)
-    if look and look.kind == "patches":
+    vision, look = config.vision_config, look_of(config)
+    if look.kind == "patches":
         names = ("patch_size", "temporal_patch_size")
         patches = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
         return {"size": {"shortest_edge": FEWEST, "longest_edge": MOST}, **patches}
     tile = vision.image_size
-    if look and look.kind == "squares":
+    if look.kind == "squares":
         return {"size": {"height": tile, "width": tile}}
     return {"size": {"longest_edge": TILES * tile}, "max_image_size": {"longest_edge": tile}}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sft_play.errors import ConfigError
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import NO_LOOK, Look
 from sft_play.vision.types import Fit
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class RowFits:
 
     fits: np.ndarray | None = None  # [pictures, 7], one row after the other
     starts: np.ndarray | None = None  # where those of each row begin, and where all end: [rows + 1]
-    look: Look | None = None  # of the model
+    look: Look = NO_LOOK  # of the model
     fills: bool = False  # whether a micro-batch without any gets the smallest, as in `with_pictures`
 
     @property
@@ -34,11 +34,11 @@ class RowFits:
     @property
     def smallest(self) -> Fit | None:
         """The picture that a micro-batch without any gets; None if it gets none."""
-        return self.look.smallest if self.look and self.exist and self.fills else None
+        return self.look.smallest if self.exist and self.fills else None
 
     def batch_bytes(self, text: int) -> tuple[int, int]:
         """Of a token in a batch, which are `text` without pictures, and of a patch or tile."""
-        return (self.look.token_bytes, self.look.unit_bytes) if self.look and self.exist else (text, 0)
+        return (self.look.token_bytes, self.look.unit_bytes) if self.exist else (text, 0)
 
     def filled(
         self, tokens: np.ndarray, units: np.ndarray, rows: np.ndarray | None
@@ -56,6 +56,10 @@ class RowFits:
         """Raises ConfigError, with this sentence, if there is any picture: nothing cuts within one."""
         if self.exist:
             raise ConfigError(otherwise)
+
+    def compiled(self, asked: bool | str) -> bool | str:
+        """What train.compile asks for such rows: auto compiles none with pictures yet."""
+        return False if self.exist and asked == "auto" else asked
 
     def units(self, rows: int) -> np.ndarray:
         """Patches or tiles of each of so many rows, [rows]."""

@@ -36,7 +36,7 @@ def trained_parts(config: "PretrainedConfig", vision: str) -> tuple[str, ...]:
 class Look:
     """How the pixels of rows reach a model."""
 
-    kind: Literal["patches", "tiles", "squares"]
+    kind: Literal["none", "patches", "tiles", "squares"]
     unit_shape: tuple[int, ...]  # of the pixels of a patch, tile or square
     image_token: int
     unit_tokens: int  # of a tile or square; 1 of as many patches as are merged
@@ -65,17 +65,20 @@ class Look:
         """Of a token in a batch with pictures: id, label and positions."""
         return 8 * (2 + (4 if self.kind == "patches" else 1))
 
-    @classmethod
-    def of(cls, config: "PretrainedConfig") -> "Look | None":
-        """That of a model; None if it learns from text alone."""
-        if config.model_type not in TRAINED_TYPES:
-            return None
-        vision, token = config.vision_config, config.image_token_id
-        if seeing_parts(config) == QWEN:
-            pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            table, adds = math.isqrt(vision.num_position_embeddings), config.model_type == "qwen3_vl"
-            return cls("patches", (pixels,), token, 1, vision.spatial_merge_size, table, adds)
-        unit = vision.num_channels, vision.image_size, vision.image_size
-        if config.model_type == "gemma3":
-            return cls("squares", unit, token, config.mm_tokens_per_image)
-        return cls("tiles", unit, token, (vision.image_size // vision.patch_size // config.scale_factor) ** 2)
+
+NO_LOOK = Look("none", (), -1, 0)
+
+
+def look_of(config: "PretrainedConfig") -> Look:
+    """That of a model; NO_LOOK if it learns from text alone."""
+    if config.model_type not in TRAINED_TYPES:
+        return NO_LOOK
+    vision, token = config.vision_config, config.image_token_id
+    if seeing_parts(config) == QWEN:
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        table, adds = math.isqrt(vision.num_position_embeddings), config.model_type == "qwen3_vl"
+        return Look("patches", (pixels,), token, 1, vision.spatial_merge_size, table, adds)
+    unit = vision.num_channels, vision.image_size, vision.image_size
+    if config.model_type == "gemma3":
+        return Look("squares", unit, token, config.mm_tokens_per_image)
+    return Look("tiles", unit, token, (vision.image_size // vision.patch_size // config.scale_factor) ** 2)

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from sft_play.upstream.accelerate import place_of_forward
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.transformers import attention_called, deepstack_added_by, features_made_by
-from sft_play.vision.looks import Look, seeing_parts
+from sft_play.vision.looks import look_of, seeing_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,10 +37,10 @@ def join_pictures(model: Any) -> None:
     A part of which nothing is trained, nor of those before it, keeps nothing for a backward pass: PEFT's hook
     on the first layer of a tower would let it keep all, and recomputing would do so for nothing.
     """
-    look = Look.of(model.config)
-    if look is not None and look.kind == "tiles":
+    look = look_of(model.config)
+    if look.kind == "tiles":
         features_made_by(model.model, _tile_features)
-    elif look is not None and look.adds_to_layers:
+    elif look.adds_to_layers:
         deepstack_added_by(model.model.language_model, AddedRows.apply)
     learns = False
     for name in seeing_parts(model.config):  # in the order in which one takes what the one before makes

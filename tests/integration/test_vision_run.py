@@ -26,7 +26,7 @@ from sft_play.train.run import train
 from sft_play.train.session import prepare_session
 from sft_play.train.settle import settle_plan
 from sft_play.units import KIB
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 from sft_play.vision.types import pictures_of
 from tests.jobs import losses, make_job
 from tests.pictures import save
@@ -105,7 +105,7 @@ def test_a_run_with_images_learns_as_a_plain_loop_does(kind, tmp_path):
 def test_the_probe_of_a_run_with_images_measures_what_was_predicted(kind, mode, tmp_path):
     base, data = model_folder(kind, tmp_path / "model"), str(image_rows(tmp_path / "data"))
     job = make_job(base, tmp_path / "runs", "run", mode=mode, data=data, probe=True)
-    facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
+    facts = DataFacts.of(job.data, job.config, look_of(job.architecture))
     request = Request(job.config, Architecture.of(job.architecture), facts, detect(), 1)
     _, result = settle_plan(prepare_session(replace(job, plan=fastest_plan(request))))
     for phase in ("forward", "backward", "optimizer"):

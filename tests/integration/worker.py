@@ -35,7 +35,7 @@ with importing_libraries():  # as a rank does
     from sft_play.train.session import prepare_session
     from sft_play.train.settle import settle_plan
     from sft_play.ui.console import quiet_libraries
-    from sft_play.vision.looks import Look
+    from sft_play.vision.looks import look_of
     from tests.integration.loading import load
     from tests.integration.remains import remains_of_probes
     from tests.jobs import make_job
@@ -74,7 +74,7 @@ def look(job: Job) -> dict[str, Any]:
 
 def probed(job: Job) -> dict[str, Any]:
     """The bytes of each phase that a probe of the main rank's plan measured, and those that were predicted."""
-    facts = DataFacts.of(job.data, job.config, Look.of(job.architecture))
+    facts = DataFacts.of(job.data, job.config, look_of(job.architecture))
     architecture, processes = Architecture.of(job.architecture), job.ranks.world_size
     plans = [fastest_plan(Request(job.config, architecture, facts, job.machine, processes))]
     torch.distributed.broadcast_object_list(plans)

@@ -42,7 +42,7 @@ from sft_play.sizing.facts.architecture import Architecture
 from sft_play.timeline import PHASES
 from sft_play.train.ranks import from_main
 from sft_play.ui.console import quiet_libraries
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 from tests.pictures import odd_sizes, save
 from tests.stress.vision import WAYS
 from tests.vision_models import MODEL_TYPES, model_folder
@@ -107,7 +107,7 @@ def job_of(run: dict[str, Any], folder: Path, ranks: RankEnvironment) -> Job:
     config = RunConfig.model_validate(tree)
     data = from_main(lambda: load_data(config, progress=False, trained=True)).rows
     architecture = load_model_config(config.model)
-    facts = DataFacts.of(data, config, Look.of(architecture))
+    facts = DataFacts.of(data, config, look_of(architecture))
     request = Request(
         config, Architecture.of(architecture), facts, detect(), ranks.world_size, budget_bytes=ENOUGH
     )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from sft_play.machine.prices import price_of
 from sft_play.planning.budget import has_expandable_segments
 from sft_play.planning.request import Request
 from sft_play.sizing.facts.step_facts import has_attention_packages
-from sft_play.vision.fits import RowFits
 
 # What runs have left in the cache, and plans count on.
 MEASURED = ("overhead", "probes", "profiles", "speeds")
@@ -45,12 +44,11 @@ def kept(question: str, request: Request, *about: object, find: Callable[[], Any
 
 def _told(request: Request) -> tuple[object, ...]:
     """All that plans for a request depend on, besides what `recall` knows; `repr` tells it apart."""
-    facts = [_rows_told(getattr(request.facts, each.name)) for each in fields(request.facts) if each.compare]
     faded = int(time.time() // DAY_S) if state_of("speeds") != state_of() else None  # what was timed, by day
     return (
         request.config.model_dump_json(),
         request.architecture.text,
-        facts,
+        _rows_told(request.facts),
         request.machine.gpus,
         (request.processes, request.machines, request.budget_bytes),
         has_expandable_segments(),
@@ -62,6 +60,6 @@ def _told(request: Request) -> tuple[object, ...]:
 
 
 def _rows_told(value: object) -> object:
-    if isinstance(value, RowFits):
-        return [*map(_rows_told, (value.fits, value.starts)), value.smallest]
+    if is_dataclass(value):
+        return [_rows_told(getattr(value, each.name)) for each in fields(value) if each.compare]
     return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else value

@@ -126,20 +126,16 @@ def compiled_reasons(
         return [CompiledLayers("on", traced_for), *_float8_off(config, plan, architecture)]
     if plan.compile:
         return [CompiledLayers("timed", traced_for), *_float8_off(config, plan, architecture)]
-    if not may_compile(config, plan, architecture, pictures):
-        return []
-    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
+    may = may_compile(config, plan, architecture, pictures)
+    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)] if may else []
 
 
 def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictures: RowFits) -> bool:
-    """Whether `train.compile=auto` may compile the layers of a plan, if a probe finds them faster so.
-
-    Not yet for rows with `pictures`.
-    """
+    """Whether `train.compile=auto` may compile the layers of a plan, if a probe finds them faster so."""
+    asked = pictures.compiled(config.train.compile)
     dtype, autocast, engine = plan.precision.dtype, plan.precision.autocast, engine_of(plan.sharing.engine)
     return (
-        config.train.compile == "auto"
-        and not pictures.exist
+        asked == "auto"
         and plan.device in COMPILED.expected
         and plan.kernels == "own"
         and not config.tuning.lora.use_dora

@@ -10,7 +10,7 @@ from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError
 from sft_play.planning.rows.facts import UNSEEN_ROWS, UNSEEN_SEQ_LEN, DataFacts, RowSizes
 from sft_play.spelling import var
-from sft_play.vision.described import NO_PICTURE, DescribedPicture, size_asked
+from sft_play.vision.described import NO_PICTURE, DescribedPicture, pictures_asked
 from sft_play.vision.fits import same_fits
 
 DEFAULT_SPREAD = 1.8  # the 95th percentile over the median, as of the rows of GSM8K
@@ -38,11 +38,7 @@ class DescribedRows:
     rows: int
     lengths: Lengths  # of their texts
     images: int = 0  # of each row
-    size: tuple[int, int] = (0, 0)  # height and width of these, in pixels
-
-    def overlong(self, config: RunConfig) -> str:
-        """What becomes of rows above the limit; those with images are left out."""
-        return "drop" if self.images else config.data.overlong
+    sizes: tuple[tuple[int, int], ...] = ()  # height and width of these, in pixels, if there are any
 
 
 def _example() -> str:
@@ -64,21 +60,11 @@ def described_rows(
     Raises:
         ConfigError: one of them is missing, too much, no distribution or no size.
     """
-    if (images is None) != (pixels is None):
-        raise ConfigError(
-            f"{var(IMAGES=None)}, of each row, and {var(PIXELS=None)}, their size, belong together: e.g. "
-            f"{var(IMAGES=2, PIXELS='1024x768')}"
-        )
+    number, sizes = pictures_asked(images, pixels)
     if rows is tokens is lengths is None:
-        if images is None:
-            return None
-        rows, lengths = UNSEEN_ROWS, f"lognormal:{UNSEEN_SEQ_LEN}:{UNSEEN_SEQ_LEN}"
-    found = _described_texts(rows, tokens, lengths)
-    if pixels is None or images is None:
-        return found
-    if (size := size_asked(pixels)) is None:
-        raise ConfigError(f"{var(PIXELS=pixels)}: expected width x height, e.g. {var(PIXELS='1024x768')}")
-    return replace(found, images=images, size=size)
+        assumed = UNSEEN_ROWS, Lengths(UNSEEN_SEQ_LEN, UNSEEN_SEQ_LEN)
+        return next((DescribedRows(*assumed, number, (size,)) for size in sizes), None)
+    return replace(_described_texts(rows, tokens, lengths), images=number, sizes=sizes)
 
 
 def _described_texts(rows: int | None, tokens: int | None, lengths: str | None) -> DescribedRows:
@@ -129,11 +115,11 @@ def described_facts(
                 f"{longer:,} of {asked.rows:,} rows are longer than {limit:,} tokens, which "
                 "data.overlong=error refuses; set model.max_seq_len, or data.overlong to drop or truncate"
             )
-        lengths = _fitted(lengths, limit, asked.overlong(config))
+        lengths = _fitted(lengths, limit, picture.overlong(config.data.overlong))
     if not len(lengths):
         raise ConfigError(
             f"all {asked.rows:,} rows are longer than {limit:,} tokens; set model.max_seq_len or "
-            + ("data.image_max_pixels" if seen else "data.overlong=truncate")
+            f"{picture.remedy}"
         )
     longest = int(lengths.max()) if config.model.max_seq_len == "auto" else config.model.max_seq_len
     fits, fits_from = same_fits(len(lengths), asked.images, picture.fit)

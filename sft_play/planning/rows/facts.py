@@ -32,7 +32,7 @@ from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import OWN_TOKEN, TOKEN_BYTES, JoinedRows, MicroBatch, PaddedRows, RunBatches
 from sft_play.ui.console import warn
 from sft_play.vision.fits import RowFits, fits_of_rows
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import NO_LOOK, Look, look_of
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
@@ -82,10 +82,6 @@ class RowSizes:
             *((None, None) if val is None else fits_of_rows(val)),
         )
 
-    def look(self, architecture: Architecture) -> Look | None:
-        """How a model takes the pictures; None without any, for which its config is not loaded."""
-        return None if self.fits is None else Look.of(architecture.config)
-
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         fields = asdict(self).items()
@@ -126,12 +122,12 @@ class DataFacts:
     _known: dict[Any, RunBatches] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
-    def of(cls, data: "PreparedData", config: RunConfig, look: Look | None = None) -> "DataFacts":
+    def of(cls, data: "PreparedData", config: RunConfig, look: Look = NO_LOOK) -> "DataFacts":
         """The facts of tokenized rows, and of their pictures for a model with this look."""
         return cls.of_sizes(RowSizes.of(data), config, look)
 
     @classmethod
-    def of_sizes(cls, data: RowSizes, config: RunConfig, look: Look | None = None) -> "DataFacts":
+    def of_sizes(cls, data: RowSizes, config: RunConfig, look: Look = NO_LOOK) -> "DataFacts":
         """The facts of rows of these sizes, and of their pictures for a model with this look."""
         lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
@@ -353,7 +349,7 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     """
     try:
         sizes = row_sizes(config, architecture, progress=progress)
-        return DataFacts.of_sizes(sizes, config, sizes.look(architecture))
+        return DataFacts.of_sizes(sizes, config, architecture.ask(look_of))
     except (ConfigError, DataError) as error:
         warn(f"planned without data: {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)

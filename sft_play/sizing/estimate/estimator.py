@@ -151,8 +151,7 @@ class Traces:
             line = self.work(again, tokens)
             return replace(line, base=line.base.kept_gathered())
         known, exact = self._known(spec), tokens == spec.tokens and spec.batch.size >= SMALLEST
-        # other sizes have other tiles, and other pictures
-        if spec.mlp_tile or spec.fits or (exact and (not known or size_of(spec) in known)):
+        if spec.is_alone or (exact and (not known or size_of(spec) in known)):
             return WorkLine.in_proportion(self._traced(spec).work, spec.tokens)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
         if not found:  # no two have the same structure: one is scaled with the tokens

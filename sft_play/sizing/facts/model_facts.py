@@ -137,12 +137,9 @@ def module_facts(config: "PretrainedConfig") -> ModuleFacts:
     except LookupError:
         layers = ModuleList()
     head, weights = model.get_output_embeddings(), list(model.parameters())
-    seeing = seeing_parts(model.config)
-    linear = (
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, (Linear, Conv1D)) and module is not head and not name.startswith(seeing)
-    )
+    linear = {module for module in model.modules() if isinstance(module, (Linear, Conv1D))} - {head}
+    for part in seeing_parts(model.config):
+        linear -= set(model.get_submodule(part).modules())
     rows: Counter[int] = Counter()
     for weight in weights:
         if weight.ndim:

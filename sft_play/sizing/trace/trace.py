@@ -47,8 +47,8 @@ from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
 from sft_play.upstream.torch import making_real_tensors
 from sft_play.upstream.transformers import features_unchecked
-from sft_play.vision.batches import empty_inputs
-from sft_play.vision.looks import Look, trained_parts
+from sft_play.vision.batches import add_empty
+from sft_play.vision.looks import NO_LOOK, Look, look_of, trained_parts
 from sft_play.vision.models import join_pictures
 
 if TYPE_CHECKING:
@@ -87,9 +87,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
-    look = Look.of(config) if spec.fits or spec.eval_fits else None
     # what is added between the first layers would count for all that they stand for
-    adds = look is not None and look.adds_to_layers
+    adds = any(look_of(config).adds_to_layers for _ in (*spec.fits, *spec.eval_fits))
     base, stand_ins = skeleton(config, spec, all_layers=all_layers or adds)
     model = attach(base, spec)
     if spec.mode == "full":
@@ -114,7 +113,7 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
         if spec.compiled:
             compile_layers(model, generating(model.config.to_json_string(), spec.device))
             with recorder, recorder.silent():
-                forward(model, make_batch(spec, look=Look.of(model.config)), spec).backward()
+                forward(model, make_batch(spec, look=look_of(model.config)), spec).backward()
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         for parameter in trained_parameters(model):
             parameter.register_hook(lambda _: recorder.mark_gradient())
@@ -147,7 +146,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     )
 
     def compute() -> torch.Tensor:
-        return forward(model, make_batch(spec, look=Look.of(model.config)), spec)
+        return forward(model, make_batch(spec, look=look_of(model.config)), spec)
 
     recorder, before = _recorder(ShardRecorder, spec), _recorder(ShardRecorder, spec)
     before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
@@ -317,8 +316,8 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
 
 
 def make_batch(
-    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu", look: Look | None = None
-) -> dict[str, object]:
+    spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu", look: Look = NO_LOOK
+) -> dict[str, Any]:
     """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
 
     Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences, and with what a
@@ -326,21 +325,11 @@ def make_batch(
     """
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
-    batch: dict[str, object] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
     known = spec.eval_lengths if evaluation else spec.lengths
     if spec.joined:
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
-    if look is not None and (fits := spec.eval_fits if evaluation else spec.fits):
-        with making_real_tensors():  # it looks into data
-            seen = empty_inputs(look, fits, shape)
-        batch |= {
-            name: torch.zeros(value.shape, dtype=value.dtype, device=device)
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in seen.items()
-        }
-        ids: torch.Tensor = batch["input_ids"]  # type: ignore[assignment]
-        ids.view(-1)[: sum(fit.tokens for fit in fits)] = look.image_token  # for a real model
+    add_empty(batch, look, spec.eval_fits if evaluation else spec.fits)
     if spec.sharing.divides_tokens:
         with making_real_tensors():
             part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)
@@ -359,7 +348,7 @@ def run_step(
     recorder.begin("forward")
     parameters = trained_parameters(model)
     device = parameters[0].device
-    look = Look.of(model.config)
+    look = look_of(model.config)
     batch = make_batch(spec, device=device, look=look)  # the trainer, too, keeps it until the next one
     with nullcontext() if spec.exchanges else model.no_sync():
         loss = forward(model, batch, spec)

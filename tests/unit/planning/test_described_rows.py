@@ -75,8 +75,8 @@ PICTURE = DescribedPicture(Fit(384, 512, 24, 32, 768, 192), 194, Look("patches",
 
 def test_images_are_added_to_the_text_of_each_row():
     asked = described_rows(1000, 100, None, 2, "512x384")
-    assert asked == DescribedRows(1000, Lengths(100, 180), 2, (384, 512))
-    texts, _ = described_facts(replace(asked, images=0), config(), None)
+    assert asked == DescribedRows(1000, Lengths(100, 180), 2, ((384, 512),))
+    texts, _ = described_facts(replace(asked, images=0, sizes=()), config(), None)
     facts, longer = described_facts(asked, config(), None, PICTURE)
     assert (facts.lengths == texts.lengths + 2 * 194).all() and longer == 0
     assert (facts.supervised == texts.supervised).all()
@@ -95,7 +95,7 @@ def test_rows_with_images_that_are_too_long_are_left_out_whatever_becomes_of_tex
 
 def test_images_alone_are_those_of_the_rows_that_are_assumed_without_data():
     assert described_rows(None, None, None, 3, "8 x 9") == DescribedRows(
-        UNSEEN_ROWS, Lengths(UNSEEN_SEQ_LEN, UNSEEN_SEQ_LEN), 3, (9, 8)
+        UNSEEN_ROWS, Lengths(UNSEEN_SEQ_LEN, UNSEEN_SEQ_LEN), 3, ((9, 8),)
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ def facts(tree) -> DataFacts:
 
 
 def same(one: DataFacts, other: DataFacts) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(astuple(one), astuple(other), strict=True))
+    return all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from transformers import LlamaConfig
 
 from sft_play.errors import ConfigError
-from sft_play.vision.described import described_picture, processor_settings, size_asked
+from sft_play.vision.described import described_picture, pictures_asked, processor_settings
 from sft_play.vision.expansion import repeated
-from sft_play.vision.looks import Look
+from sft_play.vision.looks import look_of
 from sft_play.vision.types import Picture
 from tests.pictures import CONFIGS, config_of, odd_sizes, recipe_of, save_folder, tokenizer_of
 
@@ -25,7 +25,7 @@ def test_a_described_picture_has_the_tokens_of_one_in_a_row(kind, tmp_path):
     for height, width in odd_sizes(60, SEED):
         found = described_picture(config, settings, None, height, width)
         fit = recipe.family.fit(height, width)
-        assert found.fit == fit and found.look == Look.of(config)
+        assert found.fit == fit and found.look == look_of(config)
         text = recipe.family.bare_text(fit)
         ids = np.array(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"])
         whole, _, _ = repeated(recipe, ids, ids, [Picture("p", 1, height, width, fit)])
@@ -62,4 +62,6 @@ def test_a_model_of_text_alone_is_refused():
 
 
 def test_a_size_has_the_width_first():
-    assert size_asked(" 1024x768") == size_asked("1024 X 768") == size_asked("1024*768") == (768, 1024)
+    assert {pictures_asked(2, text) for text in (" 1024x768", "1024 X 768", "1024*768")} == {
+        (2, ((768, 1024),))
+    }

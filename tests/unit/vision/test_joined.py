@@ -20,7 +20,7 @@ from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace.trace import trace_step
 from sft_play.vision.batches import positions
 from sft_play.vision.fits import RowFits, fits_of_rows
-from sft_play.vision.looks import Look, seeing_parts, trained_parts
+from sft_play.vision.looks import look_of, seeing_parts, trained_parts
 from sft_play.vision.types import Fit, pictures_of
 from tests.vision_built import LORA, batch_of, difference, gradients, ours
 from tests.vision_models import IMAGE, config_of, picture_rows, random_model, random_pixels
@@ -32,7 +32,7 @@ NEAR = dict.fromkeys(KINDS, 1e-5) | {"qwen3_5": 1e-4}  # plain transformers is a
 
 def alone(kind, rows, adapted=lambda model: model):
     """Loss and gradients of plain transformers, one row after the other."""
-    look = Look.of(config_of(kind))
+    look = look_of(config_of(kind))
     model = adapted(random_model(config_of(kind), attn_implementation="sdpa"))
     total, count = 0.0, sum(label != -100 for row in rows for label in row["labels"])
     for row in rows:
@@ -135,7 +135,7 @@ def test_adapters_are_in_the_decoder_and_where_asked_in_what_sees(kind, vision):
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 def test_positions_are_those_of_the_model(kind):
     config = config_of(kind)
-    look, model = Look.of(config), random_model(config).model
+    look, model = look_of(config), random_model(config).model
     for row in picture_rows(kind, 40, seed=5):
         fits, ids = [one.fit for one in pictures_of(row["pictures"])], torch.tensor([row["input_ids"]])
         found = positions(look, ids[0].numpy(), fits)
