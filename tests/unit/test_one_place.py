@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -64,6 +65,27 @@ KNOBS = {
     },
 }
 
+# Who may ask whether rows have images, or a model sees; to all others, values that hold without any are given.
+MAY_ASK_OF_IMAGES = {
+    "vision/",
+    "rows/images.py",  # reads them in data
+    "data/hub_rows.py",  # reads them in data of the Hub, which `datasets` would decode
+    "data/splitting.py",  # cuts rows, and none within an image
+    "builtin/shapes.py",  # draws them
+    "model/architecture/shape.py",  # tells which models there are, those that see among them
+    "model/build.py",
+    "model/load.py",
+    "model/weights/",  # keeps what sees as it is, and what tells how it sees
+    "sizing/step.py",  # describes a step
+    "sizing/estimate/micro_batches.py",  # picks those that decide: with images, what waits beside them may
+    "train/session.py",  # makes the collator
+}
+OF_IMAGES = re.compile(
+    r"(?<![a-z])(images?(?!_folder)|pictures?|vision|pixels?|recipe|gallery|thumbnails?|seeing|tower|look)(?![a-z])"
+    r"|RowFits|eval_fits|\bspec\.fits|\.(held_)?units\b",
+    re.IGNORECASE,
+)
+
 
 @cache
 def words_of_the_package() -> dict[str, set[str]]:
@@ -101,3 +123,28 @@ def test_a_choice_is_named_by_its_row_alone(table, name):
 @pytest.mark.parametrize(("knob", "files"), KNOBS.items())
 def test_a_knob_is_named_where_it_is_known(knob, files):
     assert files_that_name(knob) == files
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is tested anywhere in a file."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.Assert(test=test):
+                yield test
+            case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+                yield node
+            case ast.comprehension(ifs=tests):
+                yield from tests
+            case ast.Match(subject=subject):
+                yield subject
+
+
+def test_no_file_asks_of_images_but_those_that_deal_with_them():
+    found = [
+        f"{file}:{test.lineno}: {text}"
+        for path in PACKAGE.rglob("*.py")
+        if not (file := path.relative_to(PACKAGE).as_posix()).startswith(tuple(MAY_ASK_OF_IMAGES))
+        for test in conditions(ast.parse(path.read_text()))
+        if OF_IMAGES.search(text := ast.unparse(test))
+    ]
+    assert found == []
