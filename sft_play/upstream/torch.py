@@ -93,6 +93,17 @@ def without_leftovers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def changed_in_place(result: Any) -> Any:
+    """What a function of autograd returns that it has changed in place, a tensor of any shape.
+
+    In a graph of PyTorch 2.11 the tensor itself would get no gradient, and what it was computed from none or
+    a wrong one, without a word. What makes this unnecessary: 2.13 as the oldest version.
+    """
+    import torch
+
+    return result.detach() if torch.compiler.is_compiling() else result
+
+
 def without_kernels(graph: Any, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
     """A backend of `torch.compile` whose code allocates and frees as that of PyTorch's, with these options.
 

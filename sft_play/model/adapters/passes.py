@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import linear
 
 from sft_play.model.attention.varlen import kernel_dtype
-from sft_play.upstream.torch import is_view
+from sft_play.upstream.torch import changed_in_place, is_view
 
 
 def replace_forwards(model: PeftModel, *, autocast: bool) -> None:
@@ -71,7 +71,7 @@ class AdaptedLinear(torch.autograd.Function):
         if bias is not None:
             out += bias
         out.view(-1, len(up)).addmm_(low, up.to(dtype).t(), alpha=scaling)
-        return out
+        return changed_in_place(out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

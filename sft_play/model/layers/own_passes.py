@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama
 
 from sft_play.choices.kernels import LAYERS
 from sft_play.upstream.accelerate import place_of_forward
+from sft_play.upstream.torch import changed_in_place
 
 
 def code_of(kernels: str) -> Any:
@@ -149,7 +150,7 @@ class RMSNorm(torch.autograd.Function):
         scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         normed = (wide * scale).to(x.dtype)
-        return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
+        return changed_in_place(normed.mul_(weight)) if normed.dtype == weight.dtype else normed * weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -105,7 +105,8 @@ def without_code(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_code")
-def test_one_graph_serves_fifty_micro_batches_and_gives_their_losses_and_gradients(folder):
+def test_one_graph_serves_fifty_micro_batches_and_gives_their_losses_and_gradients(tmp_path):
+    folder = saved(tmp_path, attention_bias=True)  # torch 2.11 gave no gradient to a sum in place
     assert tried(folder, "lora", "recompute") == 1  # attention is in it
     assert not counters["graph_break"]
 
