@@ -123,7 +123,6 @@ def speeds_on_a_gpu() -> str:
     sides = {
         "sft-play": "packed, no switch set",
         "liger": "packed, `train.kernels=liger`",
-        "compiled": "packed, `train.compile=true`",
         "trl_tuned": "plain TRL, its Liger switch, rows padded",
     }
     rows = [
@@ -134,6 +133,7 @@ def speeds_on_a_gpu() -> str:
             in_unit(turn["peak_bytes"], GIB),
         ]
         for turn in results("gpu/NVIDIA-H200-x1")["turns"]
+        if "refuted" not in turn
     ]
     return table(("step", "tokens/s without padding", "MFU", "allocated peak"), rows)
 
@@ -141,10 +141,10 @@ def speeds_on_a_gpu() -> str:
 def seconds_on_a_gpu() -> str:
     """Seconds of our own steps on a GPU, what its data sheet predicts for them, and errors of their peaks."""
     tree = results("gpu/NVIDIA-H200-x1")
-    names = {"sft-play": "packed", "liger": "packed, Liger's kernels", "compiled": "packed, compiled"}
+    names = {"sft-play": "packed", "liger": "packed, Liger's kernels"}
     rows = []
     for turn in tree["turns"]:
-        if sheet := turn.get("data_sheet_step_seconds", ()):
+        if (sheet := turn.get("data_sheet_step_seconds")) and "refuted" not in turn:
             steps = zip(turn["step_tokens"][1:], turn["step_seconds"][1:], sheet, strict=True)
             what = f"{turn['course'].removesuffix(', packed')}, {names[turn['side']]}"
             seconds = map(" / ".join, zip(*(_seconds(*step) for step in steps), strict=True))

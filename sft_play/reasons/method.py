@@ -207,8 +207,7 @@ class CompiledLayers(Reason):
         if self.compiled == "off":
             return (
                 "layers are not compiled: that takes a minute or more, which a run tries where it is under "
-                "2% of its time; train.compile=true always compiles, which made the steps of an H200 faster "
-                "(docs/benchmarks.md)"
+                "2% of its time and gain more than it takes; train.compile=true always compiles"
             )
         also, not_so = ("", "are not")
         if self.compiled == "float8":
@@ -219,7 +218,9 @@ class CompiledLayers(Reason):
         if self.traced_for:
             memory = "that of the code which the compiler generates, unless a warning says otherwise"
         if self.traced_for == "cuda":
-            memory = f"about {memory} (one run was compared, on an H200; the plan fits without compiling too)"
+            memory = (
+                f"about {memory} (not compared with a run on a GPU yet; the plan fits without compiling too)"
+            )
         return (
             f"layers are compiled{also}, {why}; memory is {memory}, "
             "seconds on a GPU with element-wise operations fused; the first step takes longer"

@@ -252,7 +252,7 @@ def estimator(
 
         if not (complete and spec.compiled and plan.device == "cuda"):
             return sized(plan)
-        # one run was compared, which took what is predicted: too few to count on
+        # no run on a GPU was compared: what is generated may not be what runs
         return replace(sized(plan), at_most_bytes=sized(replace(plan, compile=False)).process_bytes)
 
     return estimate

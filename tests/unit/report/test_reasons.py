@@ -199,7 +199,7 @@ SENTENCES = [
     ),
     (
         CompiledLayers("off"),
-        "layers are not compiled: that takes a minute or more, which a run tries where it is under 2% of its time; train.compile=true always compiles, which made the steps of an H200 faster (docs/benchmarks.md)",
+        "layers are not compiled: that takes a minute or more, which a run tries where it is under 2% of its time and gain more than it takes; train.compile=true always compiles",
     ),
     (
         CompiledLayers("timed"),
@@ -219,7 +219,7 @@ SENTENCES = [
     (
         CompiledLayers("on", "cuda"),
         "layers are compiled, as set in the config; memory is about that of the code which the compiler generates, "
-        "unless a warning says otherwise (one run was compared, on an H200; the plan fits without compiling too), "
+        "unless a warning says otherwise (not compared with a run on a GPU yet; the plan fits without compiling too), "
         "seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
     (
