@@ -38,7 +38,6 @@ from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, spinner
-from sft_play.vision.looks import look_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -109,8 +108,8 @@ def prepare_job(
             with part("profile"):
                 ensure_profile(config, machine, processes)
         with spinner(PLANNING), part("plan"):
-            facts = DataFacts.of(loaded.rows, config, look_of(loaded.architecture))
             architecture = Architecture.of(loaded.architecture)
+            facts = DataFacts.of(loaded.rows, config, architecture.facts.look)
             request = Request(config, architecture, facts, machine, processes, machines)
             earlier = earlier_plan(config, run.path)
             resumed = resumed_plan(request, earlier) if earlier else None
@@ -156,11 +155,11 @@ def plan_again(job: Job, accept: Accept) -> Plan:
 
 def request_of(job: Job) -> Request:
     """What is asked of the planner for a job, with processes, groups and budget of its plan."""
-    plan = job.plan
+    plan, architecture = job.plan, Architecture.of(job.architecture)
     return Request(
         job.config,
-        Architecture.of(job.architecture),
-        DataFacts.of(job.data, job.config, look_of(job.architecture)),
+        architecture,
+        DataFacts.of(job.data, job.config, architecture.facts.look),
         job.machine,
         plan.sharing.world_size,
         plan.sharing.machines,

@@ -32,7 +32,6 @@ from sft_play.ui.progress import PLANNING, spinner
 from sft_play.ui.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
 from sft_play.upstream.huggingface_hub import limit_network
-from sft_play.vision.looks import look_of
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
@@ -296,7 +295,7 @@ def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Findin
         facts = DataFacts.unseen(config, architecture)
         if not on_hub:
             sizes = row_sizes(config, architecture, progress=True)
-            facts = DataFacts.of_sizes(sizes, config, architecture.ask(look_of))
+            facts = DataFacts.of_sizes(sizes, config, architecture.facts.look)
             if sizes.left_out:
                 yield Finding(WARNING, "data", f"data.bad_rows=drop: {sizes.left_out}")
         with spinner(PLANNING):

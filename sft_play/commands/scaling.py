@@ -12,7 +12,6 @@ from sft_play.runlog import RunDir, read_json
 from sft_play.sizing.facts.architecture import planning_architecture
 from sft_play.ui.console import warn
 from sft_play.ui.progress import PLANNING, spinner
-from sft_play.vision.looks import look_of
 
 
 def add_scaling(run: RunDir) -> None:
@@ -27,7 +26,7 @@ def add_scaling(run: RunDir) -> None:
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
             sizes = row_sizes(config, architecture, progress=False)
-            facts = DataFacts.of_sizes(sizes, config, architecture.ask(look_of))
+            facts = DataFacts.of_sizes(sizes, config, architecture.facts.look)
             shared = plan.sharing
             request = Request(config, architecture, facts, machine, shared.world_size)
             rows = scaling(request.with_offload(shared.offload).in_groups_as(shared))

@@ -32,7 +32,7 @@ from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import OWN_TOKEN, TOKEN_BYTES, JoinedRows, MicroBatch, PaddedRows, RunBatches
 from sft_play.ui.console import warn
 from sft_play.vision.fits import RowFits, fits_of_rows
-from sft_play.vision.looks import NO_LOOK, Look, look_of
+from sft_play.vision.looks import NO_LOOK, Look
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
@@ -349,7 +349,7 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     """
     try:
         sizes = row_sizes(config, architecture, progress=progress)
-        return DataFacts.of_sizes(sizes, config, architecture.ask(look_of))
+        return DataFacts.of_sizes(sizes, config, architecture.facts.look)
     except (ConfigError, DataError) as error:
         warn(f"planned without data: {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)

@@ -11,7 +11,7 @@ from sft_play.choices.kernels import LAYERS
 from sft_play.errors import ConfigError
 from sft_play.reasons.method import FourBitBase, Padded
 from sft_play.units import format_bytes
-from sft_play.vision.looks import seeing_parts
+from sft_play.vision.looks import Look, look_of, seeing_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +35,7 @@ class ModelFacts:
     clamps_weights: bool  # while it trains
     rows_mix: Padded | None
     """Why joined rows would see each other, whatever the attention; None if they would not."""
+    look: Look  # how pictures reach it
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def model_facts(config: "PretrainedConfig") -> ModelFacts:
         balances_experts=hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef"),
         clamps_weights=family_of(text).clamps_weights,
         rows_mix=why_rows_mix(config),
+        look=look_of(config),
     )
 
 
