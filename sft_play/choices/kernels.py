@@ -87,8 +87,8 @@ class CompiledLayers(Option):
 # Triton compiles for no older GPU.
 TRITON: tuple[Span, ...] = (((7, 0), (99, 0)),)
 OF_TRITON = "a GPU of compute capability 7.0 or newer, as Triton does"
-# Seconds of an H200, and the gain that its data sheet predicts for the same steps, since the only ones that were
-# timed left a part out (decision 0105). On a CPU steps of useful size were no faster.
+# Seconds of an H200, and the gain that its data sheet predicts for the same steps, since the ones that were
+# timed there left a part out (decision 0105). On a CPU steps of useful size were no faster.
 COMPILED = CompiledLayers(
     name="compiled",
     label="Compiled layers",

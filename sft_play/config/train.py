@@ -76,8 +76,8 @@ class TrainConfig(Section):
         + " auto: own, or what the probe of a long enough run timed as faster on this machine.",
     )
     compile: bool | Auto = "auto"
-    """Compile the decoder layers with torch.compile, in one process or with DDP or FSDP2: faster steps on the
-    one GPU measured, after compiling for a minute or more. auto: on a GPU, if the probe finds them faster;
+    """Compile the decoder layers with torch.compile, in one process or with DDP or FSDP2: element-wise work
+    is fused, after compiling for a minute or more. auto: on a GPU, if the probe finds them faster;
     it tries where compiling takes under 2% of the run, but not with FSDP2."""
     float8: bool = False
     """Multiply in float8 (torchao) instead of bf16 in the linear layers of compiled decoder layers, for

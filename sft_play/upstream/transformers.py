@@ -7,6 +7,8 @@ from functools import cache
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from packaging.version import Version
+
 from sft_play.upstream.patching import lasting, loaded_within, patched
 
 if TYPE_CHECKING:
@@ -111,16 +113,29 @@ def classes_by_config(auto: Any) -> Any:
 def loaded_as(auto: Any, config_class: type, model_class: type) -> Iterator[None]:
     """In the block, an auto class makes this model from such a config, as its `register` does for good.
 
-    What makes this unnecessary: a way to take back what was registered (5.23 has none).
+    What makes this unnecessary: a way to take back what was registered (5.23 has none), and 5.23 as the
+    oldest version: 5.17 registers no config of its own.
     """
     known = auto._model_mapping
     before = dict(known._extra_content)
-    known.register(config_class, model_class, exist_ok=True)
+    known._extra_content[config_class] = model_class
     try:
         yield
     finally:
         known._extra_content.clear()
         known._extra_content.update(before)
+
+
+def class_since(release: str, name: str) -> Any:
+    """A class of transformers that does what we need since this release.
+
+    ImportError, a sentence, with an older one. What makes this unnecessary: 5.21 as the oldest version.
+    """
+    import transformers
+
+    if Version(transformers.__version__) < Version(release):
+        raise ImportError(f"it needs transformers {release} (found {transformers.__version__})")
+    return getattr(transformers, name)
 
 
 def undivided(model: Any) -> Sequence[str]:

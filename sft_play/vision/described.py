@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError
 from sft_play.spelling import var
+from sft_play.upstream.transformers import class_since
 from sft_play.vision.looks import NO_LOOK, TRAINED, Look, look_of
 from sft_play.vision.recipes import KINDS, Unsuitable, recipe_with
 from sft_play.vision.types import Fit
@@ -66,17 +67,14 @@ def described_picture(
     Raises:
         ConfigError: the model takes no pictures, or none of this size.
     """
-    import transformers
-
     if (look := look_of(config)) is NO_LOOK:
         raise ConfigError(f"rows with images are planned for {TRAINED}, and this is {config.model_type}")
     kind = KINDS[config.model_type]
-    processor = getattr(transformers, kind.processor)
     found = json.loads(settings) if settings else published_settings(config)
     try:
-        recipe = recipe_with(kind, config, processor(**found), max_pixels)
+        recipe = recipe_with(kind, config, class_since(kind.since, kind.processor)(**found), max_pixels)
         fit = recipe.family.fit(height, width)
-    except (Unsuitable, ValueError) as problem:
+    except (ImportError, Unsuitable, ValueError) as problem:
         raise ConfigError(f"pictures of {width} x {height} pixels: {problem}") from None
     around = re.findall(r"<[^<>]+>|\n+", recipe.family.bare_text(fit))
     tokens = fit.tokens + len(around) - len(recipe.family.runs(fit))

@@ -7,6 +7,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError, first_line
+from sft_play.upstream.transformers import class_since
 from sft_play.vision.families import OneSize, Patches, Recipe, Tiles
 from sft_play.vision.looks import TRAINED
 
@@ -67,13 +68,14 @@ class Kind:
     processor: str
     family: Callable[["PretrainedConfig", Settings, int | None], Patches | Tiles | OneSize]
     names: Mapping[str, str]  # field of the family -> attribute of a tokenizer with another name of its token
+    since: str = "5.17"  # of transformers
 
 
 _QWEN = {"image": "image_token", "begin": "vision_start_token", "end": "vision_end_token"}
 _SMOLVLM = {"image": "image_token", "between": "fake_image_token", "whole": "global_image_token"}
 _GEMMA = {"image": "image_token", "begin": "boi_token", "end": "eoi_token"}
 QWEN = Kind("Qwen2VLImageProcessorPil", _patches, _QWEN)
-SMOLVLM = Kind("SmolVLMImageProcessorPil", _tiles, _SMOLVLM)
+SMOLVLM = Kind("SmolVLMImageProcessorPil", _tiles, _SMOLVLM, "5.21")
 GEMMA = Kind("Gemma3ImageProcessorPil", _one_size, _GEMMA)
 KINDS = {
     "qwen3_vl": QWEN,
@@ -96,15 +98,13 @@ def recipe_for(
     Raises:
         ConfigError: data.image_max_pixels is less than each picture has.
     """
-    import transformers
-
     kind = KINDS.get(config.model_type)
     if kind is None:
         return (
             f"'{name}' ({config.model_type}) learns from text alone; models that learn from images: {TRAINED}"
         )
     try:
-        processor = getattr(transformers, kind.processor).from_pretrained(name, revision=revision)
+        processor = class_since(kind.since, kind.processor).from_pretrained(name, revision=revision)
     except Exception as error:  # of a Hub client, or of whatever a file holds
         return f"the image processor of '{name}' cannot be loaded: {first_line(error)[:300]}"
     try:

@@ -56,7 +56,7 @@ CALLED = {
     "torch._inductor.graph:GraphLowering.codegen": "",
     "torch._inductor.graph:GraphLowering.compile_to_module": "",
     "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "",
-    "torch.nn.attention.varlen:varlen_attn": "scale window_size enable_gqa",
+    "torch.nn.attention.varlen:varlen_attn": "scale window_size",
     "torch:get_rng_state": "",
     "torch:set_rng_state": "",
     "torch:is_autocast_enabled": "",

@@ -45,8 +45,8 @@ def _rotary(text: "PretrainedConfig") -> list[dict[str, Any]]:
         raise ConfigError(
             f"{NAME}: {text.model_type} has no rotary positions that transformers can scale; leave it out"
         )
-    nested = text.nested_rope_parameter_keys(found)
-    kinds = [found[kind] for kind in nested if WINDOWED not in kind and found[kind]] if nested else [found]
+    nested = {kind: own for kind, own in found.items() if isinstance(own, dict)}  # by kind of layer
+    kinds = [own for kind, own in nested.items() if own and WINDOWED not in kind] if nested else [found]
     if not kinds:
         raise ConfigError(f"{NAME}: no layer of {text.model_type} has rotary positions without a window")
     return kinds

@@ -9,12 +9,14 @@ from transformers import AutoConfig, AutoTokenizer
 from sft_play.builtin.converted import make_smollm2
 from sft_play.builtin.models import byte_level_tokenizer, random_llama
 from sft_play.export.gguf_file import Source, write
+from tests.packages import needs_transformers
 
 pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
 
 TEXT = "Order 12345 is on its way, 7 lamps\n"
 
 
+@needs_transformers("5.18")  # reads tokenizers without a token to begin with
 def test_weights_and_tokens_are_those_of_the_model_that_the_file_was_made_of(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     tokenizer = byte_level_tokenizer([TEXT * 20], 300, 64)

@@ -6,6 +6,7 @@ from PIL import Image
 from sft_play.builtin import models, shapes
 from sft_play.config.schema import RunConfig
 from sft_play.model.load import load_data
+from tests.packages import needs_tiles
 
 COUNTS = {"train": 30, "val": 4}
 
@@ -30,6 +31,7 @@ def test_the_same_pictures_are_drawn_again_and_have_their_colours_in_the_middle(
     assert seen <= set(shapes.texts()) and len(seen) > 10
 
 
+@needs_tiles
 def test_the_model_of_shapes_sees_each_picture_as_four_tokens(tmp_path):
     shapes.write_rows(tmp_path, COUNTS, seed=0)
     folder = tmp_path / "model"

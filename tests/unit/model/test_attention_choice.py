@@ -146,7 +146,7 @@ def run_config(**train) -> RunConfig:
         (Qwen3NextConfig(), Padded("boundaries", "Qwen3NextForCausalLM")),
         (FalconConfig(), Padded("boundaries", "FalconForCausalLM")),
         (NemotronConfig(), Padded("boundaries", "NemotronForCausalLM")),  # its layers keep them back
-        (DeepseekV32Config(), Padded("layers", "indexed_attention")),
+        (DeepseekV32Config(), Padded("layers", DeepseekV32Config().layer_types[0])),
     ],
 )
 def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):

@@ -12,6 +12,7 @@ from transformers.image_utils import load_image
 from sft_play.errors import DataError
 from sft_play.vision.decoding import decoded, pixels, size_of
 from sft_play.vision.types import Picture, picture_lists, pictures_of
+from tests.packages import needs_tiles
 from tests.pictures import CONFIGS, drawn, encoded, published_recipe, save
 
 ROTATED = Image.Exif()
@@ -137,6 +138,7 @@ def test_a_picture_of_the_prepared_folder_is_found_wherever_it_is(tmp_path):
     assert np.array_equal(pixels(moved, recipe, tmp_path), pixels(picture, recipe, tmp_path / "elsewhere"))
 
 
+@needs_tiles
 def test_pictures_survive_their_column():
     recipe = published_recipe(CONFIGS["smolvlm"])
     one, other = (

@@ -12,6 +12,7 @@ from sft_play.vision.described import described_picture, pictures_asked, process
 from sft_play.vision.expansion import repeated
 from sft_play.vision.looks import look_of
 from sft_play.vision.types import Picture
+from tests.packages import needs_tiles
 from tests.pictures import CONFIGS, config_of, odd_sizes, recipe_of, save_folder, tokenizer_of
 
 SEED = random.randrange(2**32)
@@ -33,6 +34,7 @@ def test_a_described_picture_has_the_tokens_of_one_in_a_row(kind, tmp_path):
         assert found.row_tokens == len(whole) - len(plain), (height, width, text)
 
 
+@needs_tiles
 def test_a_model_of_the_hub_is_taken_to_have_the_processor_that_its_kind_is_published_with(tmp_path):
     assert processor_settings("Qwen/Qwen3-VL-8B-Instruct") == ""
     kept = json.loads(processor_settings(str(save_folder("smolvlm", tmp_path))))

@@ -18,6 +18,7 @@ from sft_play.rows.images import MARK
 from sft_play.vision.expansion import cut_before
 from sft_play.vision.parts import for_template, takes
 from sft_play.vision.types import Picture
+from tests.packages import needs_tiles
 from tests.pictures import WORDS, drawn, recipe_of, tokenizer_of
 
 SIZES = [(50, 90), (300, 90), (64, 64), (200, 140)]
@@ -138,6 +139,7 @@ def test_what_templates_take():
     assert takes("image {{ raise_exception('no') }}") == (True, False)
 
 
+@needs_tiles
 def test_rows_of_text_alone_are_rendered_too_by_a_template_that_takes_parts_alone():
     chat = chat_of("smolvlm")
     ((row,),) = encode(chat, [Conversation(({"role": "user", "content": "user"}, answered("model")))])

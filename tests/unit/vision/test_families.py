@@ -13,6 +13,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from sft_play.errors import ConfigError
 from sft_play.vision.families import Patches, Tiles
 from sft_play.vision.recipes import recipe_for
+from tests.packages import needs_tiles
 from tests.pictures import CONFIGS, odd_sizes, published_recipe
 
 SEED = random.randrange(2**32)
@@ -94,6 +95,7 @@ def test_tokens_of_patches_are_merged_ones():
     assert (fit.rows, fit.columns, fit.units, fit.tokens) == (26, 16, 416, 104)
 
 
+@needs_tiles
 @pytest.mark.parametrize("size", [(50, 90), (300, 90), (64, 64), (1000, 700)])
 def test_the_text_of_tiles_is_that_of_the_processor(size):
     recipe = tiles("smolvlm", 256)
@@ -105,6 +107,7 @@ def test_the_text_of_tiles_is_that_of_the_processor(size):
     )
 
 
+@needs_tiles
 def test_a_picture_far_too_long_is_refused_by_patches_alone():
     with pytest.raises(ValueError, match="more than 200 times"):
         qwen(32**2, 256**2).family.fit(1, 201)

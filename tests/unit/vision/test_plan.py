@@ -13,6 +13,7 @@ from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.facts.architecture import Architecture
+from tests.packages import needs_tiles
 from tests.unit.report.test_plan import screen
 from tests.vision_models import config_of
 
@@ -48,6 +49,7 @@ def test_the_first_plan_alone_needs_no_description_of_texts(plan):
     assert any("10,000 rows assumed, of 2,048 tokens" in reason for reason in tree["why"])
 
 
+@needs_tiles
 @pytest.mark.parametrize(
     ("words", "said"),
     [
