@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,21 +43,21 @@ class Replay:
 
 
 class _Pool:
-    """The blocks of one size class.
+    """The blocks of one size class, in segments of fixed size.
 
     Of the free ones, three views: sorted by size, then by address, as one number each, which is faster to
     compare than a pair; and by where they begin and end, so that those that are freed find their neighbors.
     """
 
-    def __init__(self, small: bool, expandable: bool):
-        self.small, self.expandable = small, expandable
-        self.least = ROUND if small or expandable else SMALL + 1  # of a remainder that is worth keeping
+    def __init__(self, small: bool):
+        self.small = small
+        self.least = ROUND if small else SMALL + 1  # of a remainder that is worth keeping
         self.reserved = 0
-        self.lowest = 1 << ADDRESS_BITS - 1  # address of the segments of fixed size
+        self.lowest = 1 << ADDRESS_BITS - 1  # address of a segment
         self.free: list[int] = []
         self.sizes: dict[int, int] = {}  # of those that begin at an address
         self.starts: dict[int, int] = {}  # of those that end at an address
-        self.segments: dict[int, int] = {}  # address -> bytes, of fixed size
+        self.segments: dict[int, int] = {}  # address -> bytes
 
     def take(self, size: int) -> tuple[int, int]:
         """The address and the size of the block that a request gets."""
@@ -67,7 +67,11 @@ class _Pool:
             given, address = found >> ADDRESS_BITS, found & ADDRESSES
             del self.sizes[address]
         else:
-            address, given = self._grow(size)
+            given = self.segment(size)
+            self.reserved += given
+            self.lowest -= given + ROUND  # a gap, since blocks of two segments are never merged
+            address = self.lowest
+            self.segments[address] = given
         if given - size < self.least:
             self.starts.pop(address + given, None)
             return address, given
@@ -76,13 +80,11 @@ class _Pool:
 
     def give_back(self, address: int, size: int) -> None:
         free, sizes = self.free, self.sizes
-        before = self.starts.pop(address, None)
-        if before is not None:
+        if (before := self.starts.pop(address, None)) is not None:
             own = sizes[before]
             del free[bisect_left(free, own << ADDRESS_BITS | before)]
             address, size = before, size + own
-        after = sizes.pop(address + size, None)
-        if after is not None:
+        if (after := sizes.pop(address + size, None)) is not None:
             del free[bisect_left(free, after << ADDRESS_BITS | address + size)]
             size += after
         # `_add`, without a call
@@ -94,36 +96,19 @@ class _Pool:
         return 0 if self.free and self.free[-1] >> ADDRESS_BITS >= size else self.segment(size)
 
     def segment(self, size: int) -> int:
-        """The bytes of a segment of fixed size that is made for a request."""
+        """The bytes of a segment that is made for a request."""
         if self.small:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
 
     def empty_cache(self) -> int:
-        """Gives segments back that are entirely free, and says how many bytes that was.
-
-        An expandable one keeps its pages, which is at most too much.
-        """
+        """Gives segments back that are entirely free, and says how many bytes that was."""
         unused = [start for start, size in self.segments.items() if self.sizes.get(start) == size]
         for start in unused:
             del self.segments[start]
         returned = sum(map(self._remove, unused))
         self.reserved -= returned
         return returned
-
-    def _grow(self, size: int) -> tuple[int, int]:
-        """A new block, at the end of the expandable segment with what is free there, or in a new segment."""
-        if not self.expandable:
-            segment = self.segment(size)
-            self.reserved += segment
-            self.lowest -= segment + ROUND  # a gap, since blocks of two segments are never merged
-            self.segments[self.lowest] = segment
-            return self.lowest, segment
-        tail = self.starts.get(self.reserved, self.reserved)
-        page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-        missing = size - (self._remove(tail) if tail < self.reserved else 0)
-        self.reserved += -(-missing // page) * page
-        return tail, self.reserved - tail
 
     def _add(self, address: int, size: int) -> None:
         insort(self.free, size << ADDRESS_BITS | address)
@@ -151,15 +136,18 @@ def replay(
     segment of fixed size would exceed them, those that are entirely free are returned. What does not fit even
     then is reserved all the same.
     """
-    streams, pools = streams or {}, dict[tuple[int, bool], _Pool]()
-    held: dict[int, tuple[_Pool, int, int, int]] = {}
+    streams = streams or {}
+    if expandable:
+        numbers, sizes = np.array([*changes], dtype=np.int64).reshape(-1, 2).T
+        return _in_expandable_segments(numbers, sizes, streams)
+    pools, held = dict[tuple[int, bool], _Pool](), dict[int, tuple[_Pool, int, int, int]]()
     allocated = requested = reserved = most_allocated = most_reserved = most_requested = 0
     for number, size in changes:
         if size:
             rounded = -(-size // ROUND) * ROUND
             key = streams.get(number, 0), rounded <= SMALL
             if (pool := pools.get(key)) is None:
-                pool = pools[key] = _Pool(key[1], expandable)
+                pool = pools[key] = _Pool(key[1])
             if capacity < math.inf and pool.missing(rounded) > max(capacity - reserved, 0):
                 reserved -= sum(each.empty_cache() for each in pools.values())
             before = pool.reserved
@@ -182,6 +170,63 @@ def replay(
     return Replay(most_allocated, most_reserved, most_requested)
 
 
+def _in_expandable_segments(numbers: np.ndarray, sizes: np.ndarray, streams: Mapping[int, int]) -> Replay:
+    """As `replay`, of the numbers and sizes of changes, [changes] each: no segment gives pages back."""
+    rounded = -(-sizes // ROUND) * ROUND
+    count = 1 + max(numbers.max(initial=0), *streams, 0)
+    bytes_of, stream_of = np.zeros((2, count), dtype=np.int64)
+    bytes_of[numbers[sizes > 0]] = rounded[sizes > 0]
+    changes = np.where(sizes > 0, rounded, -bytes_of[numbers])
+    for block, stream in streams.items():
+        stream_of[block] = stream
+    segments = 2 * stream_of[numbers] + (bytes_of[numbers] <= SMALL)
+    reserved = 0
+    for segment in np.unique(segments[numbers > 0]):
+        here = (segments == segment) & (numbers > 0)
+        page = SMALL_SEGMENT if segment % 2 else LARGE_SEGMENT
+        reserved += _expanded(numbers[here].tolist(), changes[here].tolist(), page)
+    requested = int(changes.cumsum().max(initial=0))
+    return Replay(requested, reserved, requested)
+
+
+def _expanded(numbers: Sequence[int], changes: Sequence[int], page: int) -> int:
+    """The bytes of a segment that grows by pages; a change is what is allocated, or freed if negative.
+
+    The free blocks are kept as in a `_Pool`, without its calls: most of a replay's time is spent here.
+    """
+    free, sizes, starts = list[int](), dict[int, int](), dict[int, int]()
+    end, address_of = 0, dict[int, int]()
+    for number, size in zip(numbers, changes, strict=True):
+        if size > 0:
+            place = bisect_left(free, size << ADDRESS_BITS)
+            if place < len(free):
+                found = free.pop(place)
+                address, given = found & ADDRESSES, found >> ADDRESS_BITS
+                del sizes[address]
+            else:  # the end grows, with what is free there
+                address = starts.pop(end, end)
+                if address < end:
+                    del free[bisect_left(free, sizes.pop(address) << ADDRESS_BITS | address)]
+                end += -(-(address + size - end) // page) * page
+                given = end - address
+            address_of[number] = address
+            if given == size:
+                starts.pop(address + size, None)
+                continue
+            address, size = address + size, given - size
+        else:
+            address, size = address_of.pop(number), -size
+            if (before := starts.pop(address, None)) is not None:
+                del free[bisect_left(free, address - before << ADDRESS_BITS | before)]
+                address, size = before, address - before + size
+            if (after := sizes.pop(address + size, None)) is not None:
+                del free[bisect_left(free, after << ADDRESS_BITS | address + size)]
+                size += after
+        insort(free, size << ADDRESS_BITS | address)
+        sizes[address], starts[address + size] = size, address
+    return end
+
+
 def replay_steps(
     step: Step, *, workspace_bytes: int = 0, warmup_bytes: int = 0, expandable: bool = True
 ) -> Replay:
@@ -193,8 +238,12 @@ def replay_steps(
     """
     key = _digest(step), workspace_bytes, warmup_bytes, expandable
     if key not in _REPLAYED:  # plans for several numbers of processes often have the same step
-        sizes, parts = first_steps(step, workspace_bytes, warmup_bytes)
-        _REPLAYED[key] = replay(as_changes(sizes, parts), expandable=expandable, streams=_streams_of(step))
+        changes = _changes(*first_steps(step, workspace_bytes, warmup_bytes))
+        if expandable:
+            _REPLAYED[key] = _in_expandable_segments(*changes, _streams_of(step))
+        else:
+            pairs = zip(*(each.tolist() for each in changes), strict=True)
+            _REPLAYED[key] = replay(pairs, expandable=False, streams=_streams_of(step))
     return _REPLAYED[key]
 
 
@@ -245,11 +294,16 @@ def first_steps(
 
 def as_changes(sizes: Mapping[int, int], parts: Iterable[list[int]]) -> Iterator[tuple[int, int]]:
     """The events as `replay` takes them; blocks without bytes are left out."""
+    return zip(*(each.tolist() for each in _changes(sizes, parts)), strict=True)
+
+
+def _changes(sizes: Mapping[int, int], parts: Iterable[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of all changes and what each allocates, [changes] each."""
     events = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
     numbers, bytes_of = np.abs(events), np.zeros(max(sizes) + 1, dtype=np.int64)
     bytes_of[list(sizes)] = list(sizes.values())
-    there, allocated = bytes_of[numbers] > 0, np.where(events > 0, bytes_of[numbers], 0)
-    return zip(numbers[there].tolist(), allocated[there].tolist(), strict=True)
+    there = bytes_of[numbers] > 0
+    return numbers[there], np.where(events > 0, bytes_of[numbers], 0)[there]
 
 
 def events_by_phase(step: Step) -> tuple[dict[str, list[int]], list[int]]:
