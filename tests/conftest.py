@@ -22,6 +22,7 @@ from tests.packages import needs_tiles
 find_own_programs()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SFT_PLAY_MAKE"] = "1"  # messages have the targets of make
+os.environ["TERM"] = "xterm"  # a dumb one shows no live lines
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command line does
