@@ -8,7 +8,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Engine
 from sft_play.plan import Plan
-from sft_play.upstream.deepspeed import inference_left_out, let_go, slow_builds_told
+from sft_play.upstream.deepspeed import inference_left_out, let_go, slow_builds_told, stage_saved_by_value
+from sft_play.upstream.patching import lasting
 
 
 class Zero(Engine):
@@ -34,6 +35,7 @@ class Zero(Engine):
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
     ) -> dict[str, Any]:
         """The DeepSpeed config."""
+        lasting(stage_saved_by_value)
         tree = deepspeed.configuration(self.stage, trained_parameters)
         if not shared:
             tree = {**tree, "checkpoint": {"use_node_local_storage": True}}

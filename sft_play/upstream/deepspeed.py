@@ -84,6 +84,19 @@ def units_hooked_alone() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stage_saved_by_value() -> Iterator[None]:
+    """In the block, the stage in a saved state is pickled by its value (0.19).
+
+    Python 3.11.2, that of Debian 12, writes a call of `getattr` for it, which no reader of tensors alone
+    accepts. What makes this unnecessary: 3.12 as the oldest Python.
+    """
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    with patched(ZeroStageEnum, "__reduce_ex__", lambda stage, protocol: (type(stage), (stage.value,))):
+        yield
+
+
 def make_next_optimizer(kind: type | None) -> None:
     """Lets DeepSpeed's engine make its next optimizer of ZeRO-3 from this class; None: from its own.
 
