@@ -41,7 +41,7 @@ IMAGE_HELP = "/image FILE: an image before your next message"
 NO_FOLLOW_UP = "Each starts a new chat; type /reset before your own message unless it is a follow-up."
 BLANK: Message = {"role": "user", "content": ""}
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
-NOT_TYPED = ("\n", TAG)  # what an example to type may not have
+NOT_TYPED = re.compile(rf"\n|{TAG}")  # what an example to type may not have
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
@@ -289,5 +289,5 @@ def _prompts_to_try(run: RunDir) -> list[str]:
     return [
         prompt
         for prompt in dict.fromkeys(prompts)
-        if not any(part in prompt for part in NOT_TYPED) and len(prompt) <= SHOWN_PROMPT
+        if not NOT_TYPED.search(prompt) and len(prompt) <= SHOWN_PROMPT
     ][:2]
