@@ -69,6 +69,7 @@ KNOBS = {
 MAY_ASK_OF_IMAGES = {
     "vision/",
     "rows/images.py",  # reads them in data
+    "data/hub_rows.py",  # reads them in data of the Hub, which `datasets` would decode
     "data/splitting.py",  # cuts rows, and none within an image
     "builtin/shapes.py",  # draws them
     "model/architecture/shape.py",  # tells which models there are, those that see among them

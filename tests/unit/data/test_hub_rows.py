@@ -97,7 +97,7 @@ def test_a_stream_that_breaks_names_the_row():
 
     stream = datasets.IterableDataset.from_generator(broken)
     rows = hub_rows.HubRows("org/name", stream, "1", None)
-    with pytest.raises(DataError, match="org/name cannot be read after row 32: the connection was closed"):
+    with pytest.raises(DataError, match="org/name cannot be read after row 40: the connection was closed"):
         list(rows)
 
 
@@ -143,3 +143,15 @@ def test_images_are_not_decoded(streams):
     source = rows.to_iterable_dataset() if streams else rows
     found = list(HubRows("org/name", source, "1", 3))
     assert [row["images"][0]["bytes"] for row in found] == [content] * 3
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="needs a datasets that stores JSON of any type")
+def test_columns_of_values_of_many_types_are_read_as_json(tmp_path, monkeypatch):
+    """Calls of tools with other arguments in each row, which `datasets` stores as text."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    written = [{"question": "q", "call": {"a": 1}}, {"question": "q", "call": {"a": "x", "b": [1, "y"]}}]
+    (tmp_path / "name").mkdir()
+    (tmp_path / "name" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    for streaming in (True, False):
+        rows = load_hub_rows(str(tmp_path / "name"), None, "data.train_path", streaming)["train"]
+        assert [row["call"] for row in rows] == [row["call"] for row in written]
