@@ -238,12 +238,11 @@ def replay_steps(
     """
     key = _digest(step), workspace_bytes, warmup_bytes, expandable
     if key not in _REPLAYED:  # plans for several numbers of processes often have the same step
-        changes = _changes(*first_steps(step, workspace_bytes, warmup_bytes))
+        found, streams = first_steps(step, workspace_bytes, warmup_bytes), _streams_of(step)
         if expandable:
-            _REPLAYED[key] = _in_expandable_segments(*changes, _streams_of(step))
+            _REPLAYED[key] = _in_expandable_segments(*_changes(*found), streams)
         else:
-            pairs = zip(*(each.tolist() for each in changes), strict=True)
-            _REPLAYED[key] = replay(pairs, expandable=False, streams=_streams_of(step))
+            _REPLAYED[key] = replay(as_changes(*found), expandable=False, streams=streams)
     return _REPLAYED[key]
 
 
