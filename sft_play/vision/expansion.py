@@ -39,9 +39,11 @@ def expanded(recipe: Recipe | str, row: Any, pictures: tuple[Picture, ...]) -> A
     left marks. Placeholders that are spelled as ordinary text stay.
 
     Raises:
-        ValueError: there are more or fewer placeholders than pictures.
+        ValueError: the model takes no pictures; or there are more or fewer placeholders than pictures.
     """
     if isinstance(recipe, str):
+        if pictures:  # never left out without a word
+            raise ValueError(recipe)
         return row
     text: str = row.text
     pattern, write = re.escape(recipe.family.placeholder), recipe.family.text

@@ -16,6 +16,7 @@ from sft_play.parts import IGNORED
 from sft_play.rows.formats import Conversation
 from sft_play.rows.images import MARK
 from sft_play.vision.expansion import cut_before
+from sft_play.vision.families import TEXT_ALONE
 from sft_play.vision.parts import for_template, takes
 from sft_play.vision.types import Picture
 from tests.packages import needs_tiles
@@ -181,6 +182,13 @@ def test_an_image_token_in_plain_text_is_an_error():
     chat = chat_of("qwen")
     with pytest.raises(DataError, match=r"^a.txt:1: .*no text may have"):
         encode(chat, [Conversation((), text="It is <|image_pad|>.", source="a.txt:1")])
+
+
+def test_pictures_for_a_model_that_takes_none_are_never_left_out():
+    chat = chat_of("qwen")
+    rows = [talk(chat)]
+    with pytest.raises(DataError, match="^rows.*: this model learns from text alone"):
+        encode(replace(chat, recipe=TEXT_ALONE), rows)
 
 
 def test_a_template_that_loses_a_picture_is_an_error():
