@@ -70,7 +70,6 @@ CALLED = {
     "torch._subclasses.fake_tensor:FakeTensor.__new__": "elem device",
     "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
     "torch:Tensor._make_subclass": "",
-    "torch.autograd:Variable._execution_engine.run_backward": "",
     "torch.autograd:_disable_profiler": "",
     "torch.autograd:_enable_profiler": "",
     "torch.autograd:_prepare_profiler": "",

@@ -7,6 +7,7 @@ by its rank among those of its size that go the same way: from one pass through 
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def _step(
     """
     ours, theirs = (step.timeline for step in steps)
     allocated, freed = blocks[allocates], blocks[~allocates]
-    if not len(np.unique(freed)) == len(freed) == np.count_nonzero(dies):
+    if (np.bincount(freed, minlength=len(dies)) != dies).any():
         raise LayersDiffer("a block is freed twice or never")
     number, as_freed = np.zeros(len(dies), dtype=np.int64), np.arange(len(dies))
     number[allocated] = np.arange(1, len(allocated) + 1)
@@ -93,11 +94,12 @@ def _step(
 
 def _visits(line: Timeline) -> dict[Place, np.ndarray]:
     """The numbers of the events of each visit to a layer, and of those between them, in their order."""
-    changes = (np.diff(line.phases) != 0) | (np.diff(line.layers) != 0)
+    changes = np.flatnonzero((np.diff(line.phases) != 0) | (np.diff(line.layers) != 0)) + 1
     counts, found = Counter[tuple[int, int]](), dict[Place, np.ndarray]()
-    for events in np.split(np.arange(len(line.events)), np.flatnonzero(changes) + 1):
-        here = int(line.phases[events[0]]), int(line.layers[events[0]])
-        found[*here, counts[here]] = events
+    events = np.arange(len(line.events))
+    for first, stop in pairwise([0, *changes.tolist(), len(events)]):
+        here = int(line.phases[first]), int(line.layers[first])
+        found[*here, counts[here]] = events[first:stop]
         counts[here] += 1
     return found
 
@@ -107,19 +109,24 @@ def _ways(line: Timeline, visits: Mapping[Place, np.ndarray], numbers: Mapping[P
 
     Outside the layers both are negative, and say no more than the phase.
     """
-    found = np.full((2, len(line.source)), NEVER)
-    for place, events in visits.items():
-        (phase, layer, _), here = place, line.events[events]
-        outside = layer == WHOLE_MODEL
-        found[0, here[here > 0] - 1] = -1 - phase if outside else numbers[place]
-        found[1, -here[here < 0] - 1] = NEVER - 1 - phase if outside else layer
+    of_visit = [
+        (numbers[place], place[1]) if place[1] != WHOLE_MODEL else (-1 - place[0], NEVER - 1 - place[0])
+        for place in visits
+    ]
+    born, freed = np.repeat(np.array(of_visit).T, [*map(len, visits.values())], axis=1)
+    allocates, found = line.events > 0, np.full((2, len(line.source)), NEVER)
+    found[0, line.events[allocates] - 1] = born[allocates]
+    found[1, -line.events[~allocates] - 1] = freed[~allocates]
     return found
 
 
 def _twins(ways: np.ndarray, is_kept: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """For each of these blocks that of the other step with the same rank on its way; NONE or UNCLEAR."""
-    _, way, total = np.unique(ways, axis=1, return_inverse=True, return_counts=True)
-    way = way.reshape(-1)  # some versions of numpy return another shape
+    one = np.zeros(ways.shape[1], dtype=np.int64)  # number for each way: rows are slow to compare
+    for row in ways:
+        values, place = np.unique(row, return_inverse=True)
+        one = one * len(values) + place
+    _, way, total = np.unique(one, return_inverse=True, return_counts=True)
     of_kept = np.bincount(way, weights=is_kept)
     alike, alone = 2 * of_kept == total, (of_kept == 0) | (of_kept == total)
     twins = np.where(alone[way], NONE, UNCLEAR)

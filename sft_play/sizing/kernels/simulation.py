@@ -16,11 +16,11 @@ bitsandbytes' backends (4-bit products).
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from itertools import product
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from sft_play.choices.kernels import LAYERS, Capability
 from sft_play.model.attention.varlen import type_name
@@ -32,7 +32,6 @@ from sft_play.sizing.recording.operations import nbytes
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.units import SIXTEEN_BIT
 from sft_play.upstream.patching import patched
-from sft_play.upstream.torch import run_backward
 from sft_play.upstream.trl import head_computed_by
 from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
 
@@ -45,7 +44,8 @@ FP32_INPUT = frozenset([
     "l1_loss",
 ])  # fmt: skip
 FP32_RESULT = frozenset(["softmax", "log_softmax", "sum", "cumsum", "prod", "cumprod"])
-CHANGED = FP32_INPUT | FP32_RESULT | {"dropout", "dropout_", "backward"}  # what `CudaAutocast` looks at
+DROPOUT = frozenset(["dropout", "dropout_"])
+CHANGED = FP32_INPUT | FP32_RESULT | DROPOUT  # what `cuda_autocast` replaces
 
 
 class SymbolicRecorder(AllocationRecorder):
@@ -98,21 +98,19 @@ class SymbolicRecorder(AllocationRecorder):
         """Tokens of the batch that contribute to the loss."""
         return self._supervised[self.phase == "evaluation"]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the operation, or the model of its kernel, and records the results."""
         kernel_model = self.kernel_models.get(func)
         if kernel_model is not None:
             with self:
-                out = kernel_model(*args, **(kwargs or {}))
+                out = kernel_model(*args, **kwargs)
             if out is not NotImplemented:
                 self.record(out)
                 return out
         if func in self.inside:
             with self:
                 blocks = self.inside[func](*args)  # noqa: F841 - live until this returns
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().run(func, types, args, kwargs)
 
     def four_bit_product(
         self, a: Any, b: object, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
@@ -203,38 +201,41 @@ def _grouped_product(
     return out
 
 
-class CudaAutocast(TorchFunctionMode):
-    """Gives CPU tensors under autocast the dtypes that CUDA autocast would give them."""
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Gives CPU tensors under autocast the dtypes that CUDA autocast would give them.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Casts what CUDA would cast; dropout keeps a mask of one byte per element, as on CUDA."""
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in CHANGED:  # most are looks at a property
-            return func(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            # The mode is off within its own handler, but must be on while checkpointed layers are recomputed.
-            with self:
-                return run_backward(args[0])
-        name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout_") and "Module" not in str(func):
-            return _cuda_dropout(func, *args, **kwargs)
+    Each function is replaced: a mode that sees all functions would see each look at a tensor too, which took
+    a tenth of a trace.
+    """
+    with ExitStack() as stack:
+        for owner, name in product((torch, torch.nn.functional, torch.Tensor), CHANGED):
+            if hasattr(owner, name):
+                stack.enter_context(patched(owner, name, _on_cuda(getattr(owner, name), name)))
+        yield
+
+
+def _on_cuda(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function of this name, whose arguments are cast as CUDA's autocast does."""
+    if name in DROPOUT:
+        return _cuda_dropout
+    takes_float = name in FP32_INPUT
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            if name in FP32_INPUT:
-                args = [_as_float(value) for value in args]
+            if takes_float:
+                args = tuple(map(_as_float, args))
                 kwargs = {name: _as_float(value) for name, value in kwargs.items()}
-            elif name in FP32_RESULT and kwargs.get("dtype") is None and _is_sixteen_bit(args):
+            elif kwargs.get("dtype") is None and _is_sixteen_bit(args):
                 kwargs = {**kwargs, "dtype": torch.float32}
         is_half = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float16
         if name == "softmax" and is_half and kwargs.get("dtype") is torch.float32:
             dim = kwargs.get("dim", args[-1])  # its second argument, if it is not named
             return torch._softmax(args[0], dim, True)  # reads fp16; bf16 is copied to fp32 first
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _is_sixteen_bit(args: Sequence[Any]) -> bool:
@@ -245,7 +246,8 @@ def _as_float(value: Any) -> Any:
     return value.float() if _is_sixteen_bit((value,)) else value
 
 
-def _cuda_dropout(func: object, *args: Any, **kwargs: Any) -> Any:
+def _cuda_dropout(*args: Any, **kwargs: Any) -> Any:
+    """Dropout that keeps a mask of one byte per element, as on CUDA."""
     bound = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     tensor, p, training = bound["input"], bound.get("p", 0.5), bound.get("training", bound.get("train", True))
     if not training or p == 0:
@@ -309,7 +311,7 @@ def simulate_cuda(
         for target, name, replacement in replacements:
             stack.enter_context(patched(target, name, replacement))
         stack.enter_context(head_computed_by(_forward_tile, _backward_tile, _add_product))
-        stack.enter_context(CudaAutocast())
+        stack.enter_context(cuda_autocast())
         yield
 
 

@@ -32,16 +32,17 @@ MOST_CALLS = 100_000  # that are known at a time; a trace has one or two thousan
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _LEFT = object()  # the result of a call that is left to PyTorch
-without_function_modes = torch._C.DisableTorchFunction
 
 
 class KeepingFakeMode(FakeTensorMode):
     """As its base class, faster for operations that have been called with such arguments before."""
 
-    known: dict[Any, Maker | None] = {}  # by call, for all modes; None if PyTorch has to be asked each time
+    # by call, for all modes, with a place for notes; None if PyTorch has to be asked each time
+    known: dict[Any, tuple[Maker, list[Any]] | None] = {}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.notes: list[Any] | None = None  # what callers keep of the last call, if its result was known
         self._asks_pytorch = False  # in the next call of the handler
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor on a device
 
@@ -66,31 +67,29 @@ class KeepingFakeMode(FakeTensorMode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same within the handler of another mode, without a way through PyTorch's dispatcher."""
-        if func.namespace == "profiler":  # FSDP2 sets many marks
-            with torch._C._DisableTorchDispatch():
-                return func(*args, **kwargs)
-        with without_function_modes():
-            found, key = self.found(func, args, kwargs)
+        found, key = self.found(func, args, kwargs)
         if found is _LEFT:
             self._asks_pytorch = True
             found = func(*args, **kwargs)
             self._keep(key, func, args, kwargs, found)
+            self.notes = None  # it may have called others
         return found
 
     def found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """The result if it is known or a kernel has it; else a mark, with the key to keep it by or None."""
-        way = fake_by(func)
+        way, self.notes = fake_by(func), None
         if way == "view" and type(args[0]) is FakeTensor and self._is_own(args[0]):
             return _view(self, func, args, kwargs), None
         parts: list[Any] = [func, torch.get_default_dtype()]
         if not (self._described(args, parts) and self._described((*kwargs, *kwargs.values()), parts)):
             return _LEFT, None
         key = tuple(parts)
-        make = self.known.get(key, _LEFT)
-        if make is None:
+        known = self.known.get(key, ())
+        if known is None:
             return _LEFT, None
-        if make is not _LEFT:
-            return make(self, func, args, kwargs), None  # type: ignore[operator]
+        if known:
+            make, self.notes = known
+            return make(self, func, args, kwargs), None
         devices = {each.fake_device for each in _tensors((args, tuple(kwargs.values())))}
         if way == "constructor":
             devices = {kwargs.get("device") or next(iter(devices), _CPU)}
@@ -133,7 +132,8 @@ class KeepingFakeMode(FakeTensorMode):
         self._described((*kwargs, *kwargs.values()), parts)
         self.known[key] = None
         if tuple(parts) == key:  # else a tensor for the result has got its shape just now
-            self.known[key] = _maker_of(func, args, kwargs, out)
+            maker = _maker_of(func, args, kwargs, out)
+            self.known[key] = (maker, []) if maker else None
 
     def wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake tensor of any shape, as `FakeTensor.__new__` makes it, which examines each argument."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_play.model.layers.stand_in import Counts
-from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_function_modes
+from sft_play.sizing.recording.fake_results import KeepingFakeMode
 from sft_play.sizing.recording.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.upstream.torch import is_view
@@ -221,32 +221,37 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         """What two of three calls ask of a tensor of any shape, slow if they are passed on."""
         self._sum = None
         if self.phase == "backward":
-            with without_function_modes():
-                self._asked.add(tensor.untyped_storage()._cdata)
+            self._asked.add(tensor.untyped_storage()._cdata)
         return tensor.fake_device
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and records its results."""
-        if func is DEVICE_OF and isinstance(args[0], FAKE):
+        """Runs an operation and records its results."""
+        if func is DEVICE_OF and isinstance(args[0], FAKE):  # three of five calls
             return self.device_of(args[0])
+        return self.run(func, types, args, kwargs or {})
+
+    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The same for any other than `DEVICE_OF`."""
         self._sum = None
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)
         run = self._fake.run if self._fake else _call
-        out = run(func, args, kwargs or {})
-        if rule is asks or self.is_silent:
-            return out
-        with without_function_modes():  # else a mode on functions would see every look at a size
+        out = run(func, args, kwargs)
+        if rule is not asks and not self.is_silent:
             self._record_operation(rule, func, args, out)
         return out
 
     def _record_operation(self, rule: Any, func: Any, args: Sequence[Any], out: Any) -> None:
         blocks, peak = len(self.sizes), self.peak
         self.record(out)
-        self.count(rule(args, out), sum(self.sizes[blocks:]))
+        notes = self._fake.notes if self._fake else None
+        described = notes[0] if notes else rule(args, out)
+        if notes == []:
+            notes.append(described)
+        self.count(described, sum(self.sizes[blocks:]))
         if func is torch.ops.aten.add.Tensor and len(self.sizes) > blocks and self._adds_gradients(*args):
             term, _ = self._open[args[0].untyped_storage()._cdata]
             self._sum = GradientSum(term, out.untyped_storage()._cdata, peak)

@@ -5,6 +5,7 @@ from dataclasses import astuple
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 
@@ -20,9 +21,11 @@ def save_trace(path: Path, trace: StepTrace) -> None:
     segments = json.dumps([astuple(segment) for segment in trace.segments])
     content = BytesIO()
     in_ram = np.array(trace.in_ram, dtype=np.int64)
-    np.savez_compressed(
-        content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins, in_ram=in_ram
-    )
+    everything = arrays | work | dict(segments=segments, stand_ins=trace.stand_ins, in_ram=in_ram)
+    with ZipFile(content, "w", ZIP_DEFLATED, compresslevel=1) as file:  # numpy's level takes thrice as long
+        for name, value in everything.items():
+            with file.open(f"{name}.npy", "w") as part:
+                np.lib.format.write_array(part, np.asanyarray(value))
     write_bytes(path, content.getvalue())
 
 

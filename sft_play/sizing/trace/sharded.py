@@ -8,13 +8,14 @@ own buffers are not seen.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
 
 import torch
 from bitsandbytes.nn import modules as four_bit
 from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
@@ -23,15 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture.shape import units_of
 from sft_play.sizing.kernels.simulation import SymbolicRecorder
-from sft_play.sizing.recording.fake_results import without_function_modes
-from sft_play.sizing.recording.recorder import DEVICE_OF, FAKE, AllocationRecorder
+from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.fake_model import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.trace.zero3 import simulate_zero3
@@ -63,23 +62,23 @@ class ShardRecorder(SymbolicRecorder):
         self._computes_shapes = False
         self._streams: list[Any] = []  # that of computation first; [] if they are not told apart
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def device_of(self, tensor: FakeTensor) -> torch.device:
+        """As of the base class, which gets to know nothing of a tensor of any shape that nobody allocates."""
+        return tensor.fake_device if self._computes_shapes else super().device_of(tensor)
+
+    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the operation and records its results, once they are those of shards."""
-        if func is DEVICE_OF and isinstance(args[0], FAKE) and not self._computes_shapes:
-            return self.device_of(args[0])
         if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls the operation for its shard
         if self._computes_shapes:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if not self.in_ram or self._copies:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().run(func, types, args, kwargs)
         # the processor that has the arguments computes
         found = (each for value in args for each in (value if isinstance(value, (list, tuple)) else (value,)))
         in_ram = any(self.is_in_ram(each) for each in found if isinstance(each, torch.Tensor))
         with self.placing(in_ram=in_ram):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().run(func, types, args, kwargs)
 
     def stream(self) -> int:
         """The one that `fully_shard` has chosen, which it does on a CPU too, where it means nothing."""
@@ -118,7 +117,7 @@ class ShardRecorder(SymbolicRecorder):
             for target, name, replacement in (
                 (torch.UntypedStorage, "resize_", resized),
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
-                *((FSDPParamGroup, name, _attributed(self, name, spec)) for name in COMMUNICATING),
+                *((FSDPParamGroup, name, _attributed(self, name)) for name in COMMUNICATING),
                 *(_copying() if spec.device == "cpu" else ()),
                 *(_transferring(self) if offloads(spec) else ()),
             ):
@@ -126,16 +125,11 @@ class ShardRecorder(SymbolicRecorder):
             yield
 
 
-def unseen_by_modes(spec: StepSpec) -> AbstractContextManager[Any]:
-    """Where no model computes, modes on functions need not see each look at a tensor, unless one copies."""
-    return nullcontext() if offloads(spec) else without_function_modes()
-
-
-def _attributed(recorder: AllocationRecorder, name: str, spec: StepSpec) -> Callable[..., Any]:
+def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
     function = getattr(FSDPParamGroup, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with recorder.attributing_to("engine"), unseen_by_modes(spec):
+        with recorder.attributing_to("engine"):
             recorder.engine = COMMUNICATING[name]
             try:
                 return function(*args, **kwargs)
@@ -166,32 +160,23 @@ def offloads(spec: StepSpec) -> bool:
     return spec.sharing.offloads and spec.device == "cuda"
 
 
-class _Transfer(TorchFunctionMode):
-    """Makes the copies from a GPU to RAM or back that `fully_shard` asks for; both are fake CPU tensors."""
-
-    def __init__(self, recorder: ShardRecorder, to: str) -> None:
-        super().__init__()
-        self.recorder, self.to = recorder, to
-
-    def __torch_function__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        moves = func is torch.Tensor.to and "non_blocking" in (kwargs or {})
-        if func is torch.Tensor.cpu or moves:
-            return self.recorder.copied(args[0], in_ram=self.to == "ram")
-        return func(*args, **(kwargs or {}))
-
-
 def _transferring(recorder: ShardRecorder) -> Iterator[tuple[Any, str, Any]]:
     """Where tensors are copied: shards to RAM, shards to the GPU to be gathered, gradients to RAM.
 
     On a GPU, these copies go on beside its computation, from and to pinned memory: which of them overlap, and
     how long their GPU memory stays taken, is not traced.
     """
+    move = torch.Tensor.to
 
     def during(function: Callable[..., Any], to: str) -> Callable[..., Any]:
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return recorder.copied(tensor, in_ram=to == "ram")
+
+        def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return copied(tensor) if "non_blocking" in kwargs else move(tensor, *args, **kwargs)
+
         def call(*args: object, **kwargs: object) -> Any:
-            with _Transfer(recorder, to):
+            with patched(torch.Tensor, "cpu", copied), patched(torch.Tensor, "to", moved):
                 return function(*args, **kwargs)
 
         return call
@@ -267,7 +252,6 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
     with (
         recorder,
         recorder.watching(spec),
-        unseen_by_modes(spec),
         patched(_fsdp_init, "_move_states_to_device", moved),
         patched(_fsdp_param, "_chunk_with_empty", _first_chunk),
     ):

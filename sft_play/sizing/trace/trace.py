@@ -30,7 +30,7 @@ from sft_play.sizing.kernels.simulation import (
     simulate_cpu,
     simulate_cuda,
 )
-from sft_play.sizing.recording.fake_results import KeepingFakeMode, without_function_modes
+from sft_play.sizing.recording.fake_results import KeepingFakeMode
 from sft_play.sizing.recording.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace.compiled import generating, joined_in_graphs
@@ -45,7 +45,7 @@ from sft_play.sizing.trace.fake_model import (
 from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
 from sft_play.upstream.patching import patched
-from sft_play.upstream.torch import making_real_tensors
+from sft_play.upstream.torch import making_real_tensors, without_marks
 from sft_play.upstream.transformers import features_unchecked
 from sft_play.vision.batches import add_empty
 from sft_play.vision.looks import NO_LOOK, Look, look_of, trained_parts
@@ -97,7 +97,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     fake = KeepingFakeMode(allow_non_fake_inputs=True)
-    with fake, _target_device(spec), unpacking_for_dora(), features_unchecked():
+    with fake, _target_device(spec), unpacking_for_dora(), features_unchecked(), without_marks():
         run = _run_shards if spec.sharing.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
@@ -365,9 +365,8 @@ def run_step(
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors
     foreach = spec.device == "cuda" and not spec.sharing.divided
-    with without_function_modes():  # which would see each look at a tensor
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
-        optimizer.step()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     recorder.begin("evaluation")
     model.eval()

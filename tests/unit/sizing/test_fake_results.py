@@ -85,19 +85,16 @@ def test_each_result_that_is_found_is_the_one_of_pytorch(traced, monkeypatch):
     found, run, wrong = [], KeepingFakeMode.run, {}
 
     def compared(mode, func, args, kwargs):
-        with fake_results.without_function_modes():
-            ours, _ = mode.found(func, args, kwargs)
+        ours, _ = mode.found(func, args, kwargs)
         if ours is fake_results._LEFT:
             return run(mode, func, args, kwargs)
         mode._asks_pytorch = True
         theirs = func(*args, **kwargs)
-        with fake_results.without_function_modes():
-            given = {
-                each.untyped_storage()._cdata
-                for each in fake_results._tensors((args, tuple(kwargs.values())))
-            }
-            if described(ours, given) != described(theirs, given):
-                wrong[str(func)] = described(ours, given), described(theirs, given)
+        given = {
+            each.untyped_storage()._cdata for each in fake_results._tensors((args, tuple(kwargs.values())))
+        }
+        if described(ours, given) != described(theirs, given):
+            wrong[str(func)] = described(ours, given), described(theirs, given)
         found.append(func)
         return ours
 

@@ -1,32 +1,13 @@
 """What our ways around libraries are for, shown where nothing else shows it."""
 
-import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import AutoModelForCausalLM
 
 from benchmarks.miniatures import miniature
 from sft_play.engines.stored import type_of
-from sft_play.sizing.kernels import simulation
-from sft_play.sizing.kernels.simulation import CudaAutocast
 from sft_play.upstream.accelerate import wrapped_as_before
 from sft_play.upstream.transformers import types_apart
-
-
-def recomputed() -> None:
-    """A backward pass through what is recomputed, whose type is another under CUDA's autocast."""
-    values = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), CudaAutocast():
-        checkpoint(lambda given: torch.exp(given).sum(), values, use_reentrant=False).backward()
-    assert values.grad is not None
-
-
-def test_what_is_recomputed_is_simulated_too(monkeypatch):
-    recomputed()
-    monkeypatch.setattr(simulation, "run_backward", torch.autograd.backward)
-    with pytest.raises(CheckpointError, match="different metadata"):
-        recomputed()
 
 
 def test_the_types_apart_are_those_that_transformers_loads_weights_in(tmp_path):
