@@ -80,6 +80,8 @@ class KeepingFakeMode(FakeTensorMode):
         way, self.notes = fake_by(func), None
         if way == "view" and type(args[0]) is FakeTensor and self._is_own(args[0]):
             return _view(self, func, args, kwargs), None
+        if func.namespace == "c10d":  # whose operations have a group among their arguments
+            return _by_kernel(self, func, args, kwargs, _CPU), None
         parts: list[Any] = [func, torch.get_default_dtype()]
         if not (self._described(args, parts) and self._described((*kwargs, *kwargs.values()), parts)):
             return _LEFT, None
@@ -232,8 +234,9 @@ def _by_kernel(
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             torch._C._set_meta_in_tls_dispatch_include(True)
             out = func(*args, **kwargs)
-            if isinstance(out, (list, tuple)):
-                return type(out)(mode.wrapped(each, device) for each in out)
-            return mode.wrapped(out, device) if type(out) is torch.Tensor else out  # an argument, or nothing
+            outs = out if isinstance(out, (list, tuple)) else (out,)
+            # what is no new tensor is an argument, or none at all
+            made = [mode.wrapped(each, device) if type(each) is torch.Tensor else each for each in outs]
+            return made[0] if outs is not out else type(out)(made)
     finally:
         mode.in_kernel_invocation = False
