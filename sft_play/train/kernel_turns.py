@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 
 from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.engines.registry import engine_of
-from sft_play.errors import first_line
+from sft_play.errors import ConfigError, first_line
 from sft_play.job import Job, request_of
-from sft_play.model.layers.compilation import compiled_forwards
+from sft_play.model.layers.compilation import compiled_forwards, plain_forwards
 from sft_play.model.layers.own_passes import forward_of, forwards_with, replace_forward
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.allowed import estimator_of
@@ -42,10 +42,11 @@ from sft_play.planning.speed.timed_kernels import (
 )
 from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.sizing.facts.architecture import text_of
+from sft_play.spelling import make
 from sft_play.train.probe import as_it_was, fits_alone, let_go, run_steps, step_of_highest
 from sft_play.train.ranks import all_agree, from_all, from_main, now
 from sft_play.train.session import Session
-from sft_play.ui.console import console
+from sft_play.ui.console import console, warn
 from sft_play.units import format_duration
 
 TURNS = 4  # steps of each side, in alternating order; the first one warms up
@@ -177,6 +178,37 @@ def take_turns(session: Session, name: str) -> Verdict:
     return replace(verdict, first_seconds=max(0.0, max(seconds for _, seconds in of_ranks) - steps))
 
 
+def require_same_results(session: Session) -> None:
+    """Compares compiled layers, if the config asks for them, with plain ones, in a step of each.
+
+    All ranks must call it. Kernels that took turns are compared already.
+
+    Raises:
+        ConfigError: their losses or gradients differ. PyTorch 2.11 left gradients out of layers that it
+            compiled, without a word (decision 0107).
+    """
+    trainer, plan = session.trainer, session.job.plan
+    if not plan.compile or plan.kernels_origin == PROBED:
+        return
+    plain = plain_forwards(trainer.model)
+    compiled = {layer: forward_of(layer) for layer in plain}
+    rows, turns = step_of_highest(session.rows.dataset, plan), _Turns((plain, compiled), trainer.args.device)
+    try:
+        with as_it_was(trainer):
+            problem = _run(session, rows, turns, 2)
+    finally:
+        switch(compiled)
+    if problem:
+        warn(f"compiled layers were not compared with plain ones: {problem}")
+        return
+    found = from_all(difference(turns.values, tolerance_of(trainer.model, plan)))
+    if wrong := next(filter(None, found), ""):
+        raise ConfigError(
+            f"train.compile=true: PyTorch {torch.__version__} compiles layers that compute something else "
+            f"than plain ones ({wrong}); run `{make('train', ARGS='train.compile=false')}`"
+        )
+
+
 def both_forwards(model: torch.nn.Module, name: str, in_use: str) -> tuple[Forwards, Forwards]:
     """How the modules compute that other kernels serve: now, and by those. The model is left as it is.
 
@@ -217,14 +249,14 @@ class _Turns(TrainerCallback):
             self.values[(self.steps - 1) % 2].append((logs["loss"], logs.get("grad_norm", math.nan)))
 
 
-def _run(session: Session, rows: Dataset, turns: _Turns) -> str:
-    """Runs the steps; what went wrong, if no other rank is waiting."""
+def _run(session: Session, rows: Dataset, turns: _Turns, steps: int = 2 * TURNS) -> str:
+    """Runs so many steps; what went wrong, if no other rank is waiting."""
     trainer: Any = session.trainer
     trainer.args = copy.copy(trainer.args)
     trainer.args.logging_steps = 1
     trainer.begin_phase, trainer.log = lambda phase: None, turns.note
     try:
-        run_steps(session, rows, turns, 2 * TURNS)
+        run_steps(session, rows, turns, steps)
     except Exception as error:  # whatever a compiler or a kernel raises
         if session.job.plan.sharing.world_size > 1:
             raise
@@ -265,10 +297,17 @@ def verdict_of(
     seconds: Sequence[Sequence[float]], values: Sequence[Sequence[tuple[float, float]]], tolerance: float
 ) -> Verdict:
     """What steps say of the second of two sides: seconds, and losses with gradient norms, of each; pure."""
-    for place, what in enumerate(("loss", "gradient norm")):
-        ours, theirs = (side[-1][place] for side in values)
-        if not abs(theirs - ours) <= tolerance * abs(ours):  # NaN is not
-            return Verdict(problem=f"their result differs: {what} {theirs:.6g} instead of {ours:.6g}")
+    if wrong := difference(values, tolerance):
+        return Verdict(problem=f"their result differs: {wrong}")
     beside, own = (side[1:] for side in seconds)
     spread = max(max(side) - min(side) for side in (beside, own))
     return Verdict(seconds=median(own), beside=median(beside), spread=spread)
+
+
+def difference(values: Sequence[Sequence[tuple[float, float]]], tolerance: float) -> str:
+    """How the last loss and gradient norm of the second of two sides differ from those of the first; pure."""
+    for place, what in enumerate(("loss", "gradient norm")):
+        ours, theirs = (side[-1][place] for side in values)
+        if not abs(theirs - ours) <= tolerance * abs(ours):  # NaN is not
+            return f"{what} {theirs:.6g} instead of {ours:.6g}"
+    return ""

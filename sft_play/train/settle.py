@@ -18,7 +18,7 @@ from sft_play.report.tables import step_line
 from sft_play.sizing.estimate.corrections import ProbeResult
 from sft_play.start import part
 from sft_play.train.checkpoints import step_of
-from sft_play.train.kernel_turns import both_forwards, switch, timed_kernels
+from sft_play.train.kernel_turns import both_forwards, require_same_results, switch, timed_kernels
 from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.refuted import as_probed, choose_again, is_refuted
@@ -42,6 +42,7 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
 
     Raises:
         DoesNotFitError: the smaller plan does not fit either, or the config allows none.
+        ConfigError: compiled layers compute something else than plain ones.
         LaunchError: the ranks do not agree.
     """
     setting = session.job.config.train.probe
@@ -56,6 +57,7 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
             plan = session.job.plan
             raise DoesNotFitError(f"{_too_much(plan, result)}\n{memory_advice(plan)}")
         _keep_results(session.job, (session.job.plan, result))
+        require_same_results(session)
         return session, result
     worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.schedule.total_steps
     allowance = SEARCH_SECONDS if setting == "search" else worth_spending
@@ -64,6 +66,7 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
         session, better = _chosen_again(session, result, cost)
     searched = time.monotonic()
     session, result = _fastest_by_measurement(session, result, allowance, cost, better)
+    require_same_results(session)
     return _with_fastest_kernels(session, result, allowance - (time.monotonic() - searched))
 
 

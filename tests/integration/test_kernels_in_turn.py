@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from sft_play.choices.kernels import COMPILED, LAYERS, LIBRARY
+from sft_play.errors import ConfigError
 from sft_play.job import request_of
 from sft_play.launch import accelerate
 from sft_play.model.layers import compilation, library_passes, own_passes
@@ -218,3 +219,27 @@ def test_compiled_layers_that_are_no_faster_are_left_out_and_that_is_said(
     said = " ".join(capsys.readouterr().out.split())
     assert "timed: Compiled layers: a step took" in said and ", not a clear gain" in said
     assert not session.job.plan.compile and session.job.plan.kernels_origin is None
+
+
+def with_another_gradient_if_compiled(found, x):
+    return with_another_gradient(found, x) if torch.compiler.is_compiling() else found
+
+
+@pytest.mark.slow
+def test_compiled_layers_that_were_asked_for_are_compared_with_plain_ones(
+    tiny_model, tmp_path, monkeypatch, capsys, compiles
+):
+    settings = LONG | dict(compile=True, max_steps=2)
+    session, _ = proven(sized(make_job(tiny_model, tmp_path, "right", **settings)))
+    assert session.job.plan.compile and "not compared" not in capsys.readouterr().err
+    layers = compilation.plain_forwards(session.trainer.model)
+    assert all(own_passes.forward_of(layer) != plain for layer, plain in layers.items())  # as before
+    forward = own_passes.norm_forward
+    monkeypatch.setattr(
+        own_passes,
+        "norm_forward",
+        lambda module, x: with_another_gradient_if_compiled(forward(module, x), x),
+    )
+    compilation._compiled.cache_clear()
+    with pytest.raises(ConfigError, match=r"train.compile=true: .* something else .*gradient norm .*false"):
+        proven(sized(make_job(tiny_model, tmp_path, "wrong", **settings)))
