@@ -190,6 +190,9 @@ def require_same_results(session: Session) -> None:
     trainer, plan = session.trainer, session.job.plan
     if not plan.compile or plan.kernels_origin == PROBED:
         return
+    if not from_main(lambda: _fits(session.job, replace(plan, compile=False))):
+        warn("compiled layers are not compared with plain ones, which may not fit")
+        return
     plain = plain_forwards(trainer.model)
     compiled = {layer: forward_of(layer) for layer in plain}
     rows, turns = step_of_highest(session.rows.dataset, plan), _Turns((plain, compiled), trainer.args.device)
@@ -199,7 +202,7 @@ def require_same_results(session: Session) -> None:
     finally:
         switch(compiled)
     if problem:
-        warn(f"compiled layers were not compared with plain ones: {problem}")
+        warn(f"compiled layers are not compared with plain ones: {problem}")
         return
     found = from_all(difference(turns.values, tolerance_of(trainer.model, plan)))
     if wrong := next(filter(None, found), ""):
@@ -207,6 +210,12 @@ def require_same_results(session: Session) -> None:
             f"train.compile=true: PyTorch {torch.__version__} compiles layers that compute something else "
             f"than plain ones ({wrong}); run `{make('train', ARGS='train.compile=false')}`"
         )
+
+
+def _fits(job: Job, plan: Plan) -> bool:
+    """Whether such a plan is predicted to fit."""
+    known = job.plan.memory is not None
+    return known and estimator_of(request_of(job))(job.config, plan, complete=True).fits
 
 
 def both_forwards(model: torch.nn.Module, name: str, in_use: str) -> tuple[Forwards, Forwards]:

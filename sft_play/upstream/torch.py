@@ -271,10 +271,11 @@ def schema_of(operation: Any) -> Any:
 
 
 @cache
-def fake_by(operation: Any) -> Literal["view", "kernel", "constructor"] | None:
+def fake_by(operation: Any) -> Literal["view", "kernel", "constructor", "collective"] | None:
     """How a `FakeTensorMode` comes to an operation's result (`_dispatch_impl`), if in one of these ways.
 
     It asks nothing but the operation's kernel for meta tensors; of a constructor, which then makes one there.
+    Arguments of a collective cannot be compared: its group is among them.
     What makes this unnecessary: a mode that finds this out once for an operation (2.13 does for each call).
     """
     from torch import Tag
@@ -282,6 +283,8 @@ def fake_by(operation: Any) -> Literal["view", "kernel", "constructor"] | None:
     from torch._subclasses import fake_impls
     from torch._subclasses.fake_tensor import FakeTensorMode, torch_decomp_decompositions
 
+    if operation.namespace == "c10d":
+        return "collective"
     if operation.namespace != "aten" or not fake_impls.has_meta(operation):
         return None
     composite = operation._can_decompose()

@@ -19,7 +19,7 @@ from sft_play.model.layers import compilation, library_passes, own_passes
 from sft_play.planning.answers.resumed import resumed_plan
 from sft_play.planning.speed.timed_kernels import Verdict, read_verdicts, write_verdict
 from sft_play.runlog import RunDir, read_json
-from sft_play.train.kernel_turns import _path, rivals_of
+from sft_play.train.kernel_turns import _path, require_same_results, rivals_of
 from tests.conftest import REPOSITORY
 from tests.integration.cli import make_workspace, sft
 from tests.integration.test_probe import ROWS, proven, sized
@@ -231,7 +231,11 @@ def test_compiled_layers_that_were_asked_for_are_compared_with_plain_ones(
 ):
     settings = LONG | dict(compile=True, max_steps=2)
     session, _ = proven(sized(make_job(tiny_model, tmp_path, "right", **settings)))
-    assert session.job.plan.compile and "not compared" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert session.job.plan.compile and "not compared with" not in said.out + said.err
+    unknown = replace(session.job, plan=replace(session.job.plan, memory=None))
+    require_same_results(replace(session, job=unknown))
+    assert "not compared with plain ones, which may not fit" in " ".join(capsys.readouterr().out.split())
     layers = compilation.plain_forwards(session.trainer.model)
     assert all(own_passes.forward_of(layer) != plain for layer, plain in layers.items())  # as before
     forward = own_passes.norm_forward

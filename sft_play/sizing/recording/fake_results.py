@@ -80,7 +80,7 @@ class KeepingFakeMode(FakeTensorMode):
         way, self.notes = fake_by(func), None
         if way == "view" and type(args[0]) is FakeTensor and self._is_own(args[0]):
             return _view(self, func, args, kwargs), None
-        if func.namespace == "c10d":  # whose operations have a group among their arguments
+        if way == "collective":
             return _by_kernel(self, func, args, kwargs, _CPU), None
         parts: list[Any] = [func, torch.get_default_dtype()]
         if not (self._described(args, parts) and self._described((*kwargs, *kwargs.values()), parts)):

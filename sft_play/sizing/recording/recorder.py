@@ -228,7 +228,7 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation and records its results."""
-        if func is DEVICE_OF and isinstance(args[0], FAKE):  # three of five calls
+        if func is DEVICE_OF and isinstance(args[0], FAKE):
             return self.device_of(args[0])
         return self.run(func, types, args, kwargs or {})
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sft_play.sizing.kernels.simulation import cuda_autocast
+from sft_play.sizing.kernels.simulation import CHANGED, cuda_autocast
 
 # cast before they compute, or whose result is: autocast_mode.h of PyTorch
 CAST = {
@@ -38,6 +38,11 @@ def test_what_cuda_computes_in_fp32_is_fp32(name, values, on_cuda):
 @pytest.mark.parametrize("name", NOT_CAST)
 def test_all_else_keeps_its_type(name, values, on_cuda):
     assert NOT_CAST[name](values).dtype == torch.bfloat16
+
+
+def test_each_function_is_there_to_be_replaced():
+    owners = torch, functional, torch.Tensor
+    assert not [name for name in CHANGED if not any(hasattr(owner, name) for owner in owners)]
 
 
 def test_a_type_that_is_asked_for_stays(values, on_cuda):
