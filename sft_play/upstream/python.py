@@ -1,12 +1,14 @@
 """What we take of the private parts of Python's own library."""
 
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 
 def stop_feeding(pool: ProcessPoolExecutor) -> None:
     """Lets a broken pool end, whose thread may be writing to a pipe that no process reads any more.
 
-    Python 3.11.2 waits for that thread without end (issue 94777 of CPython). What makes this unnecessary: a
-    later Python, which does the same itself.
+    Before 3.11.5 Python waits for that thread without end (issue 94777 of CPython). Later ones close the pipe
+    themselves, in a thread: if we did so too, the second to close it would find a bad file descriptor.
     """
-    pool._call_queue._reader.close()  # type: ignore[attr-defined]
+    if sys.version_info < (3, 11, 5):
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]
