@@ -41,7 +41,6 @@ def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
     from sft_play.cache import project_dir
     from sft_play.commands import check
-    from sft_play.ui.console import quiet_libraries
 
     with quiet_libraries(project_dir() / "check.log"):
         findings = check.check(args.config, args.overrides)

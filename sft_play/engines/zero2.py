@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Division, Message, by_rank
+from sft_play.engines.base import FP32, Division, Message, by_rank
 from sft_play.engines.zero import Zero
-from sft_play.engines.zero2_division import Part, parts_of
 from sft_play.plan import Plan
 from sft_play.timeline import PHASES, TERMS, Buffer, Place, Step
 from sft_play.work import Work
@@ -19,7 +18,8 @@ from sft_play.work import Work
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
-FP32, NORM = 4, 8  # bytes of an element, and of one for the norm of gradients
+NORM = 8  # bytes of an element for the norm of gradients
+ALIGNMENT = 2  # elements, of each part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,39 @@ class Buckets:
         """
         overlaps = self.overlap and self.elements < trained_elements
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_elements)
+
+
+@dataclass
+class Part:
+    """What one process has of all groups of parameters, each of which DeepSpeed cuts into equal parts.
+
+    A tensor on the border of two parts is kept whole by both processes until the optimizer step.
+    """
+
+    sizes: list[int]  # elements of each group, padded to the same number in all processes
+    whole: int = 0  # elements of all tensors that are in it, if only in part
+    largest: int = 0  # elements of the largest piece of a tensor in it
+
+
+def parts_of(groups: Sequence[Sequence[int]], processes: int) -> list[Part]:
+    """The part of each process.
+
+    Args:
+        groups: elements of the parameters of each group, in the optimizer's order.
+        processes: how many share them.
+    """
+    sizes = [-(-sum(group) // (ALIGNMENT * processes)) * ALIGNMENT for group in groups if sum(group)]
+    parts = [Part(sizes) for _ in range(processes)]
+    for group, size in zip(filter(sum, groups), sizes, strict=True):
+        start = 0
+        for elements in group:
+            stop = start + elements
+            for rank in range(start // size, -(-stop // size)):
+                piece = min(stop, (rank + 1) * size) - max(start, rank * size)
+                parts[rank].whole += elements
+                parts[rank].largest = max(parts[rank].largest, piece)
+            start = stop
+    return parts
 
 
 def _flat_copy(step: Step, flat: int, division: Division) -> int:

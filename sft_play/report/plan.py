@@ -13,7 +13,7 @@ from sft_play.report.memory import memory_tables
 from sft_play.report.scaling import process_unit, scaling_report
 from sft_play.report.table import Table, on_screen
 from sft_play.report.tables import MISSING, by_duration, by_speed, formatted, said_of
-from sft_play.report.ways import methods_on_screen
+from sft_play.report.ways import hours_text, methods_on_screen
 from sft_play.spelling import var
 from sft_play.ui.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_duration, plural
@@ -175,10 +175,6 @@ def _time(plan: Mapping[str, Any]) -> list[Words]:
     return [Words(f"{said}: {step} a step, {total} in total{tokens}{between}")]
 
 
-def _hours(plan: Mapping[str, Any], hours: float | None) -> str:
-    return by_duration(plan, hours, lambda spent: f"{spent:,.{int(spent < 100)}f}")
-
-
 def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
     """What a person asks first, and what else was possible; arguments as in `plan_lines`."""
     return apart(plan_lines(tree, title, notes), *plan_others(tree))
@@ -207,7 +203,7 @@ def plan_lines(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -
     if hours := plan.get("gpu_hours"):
         price = plan.get("cost")
         cost = "" if price is None else f", which cost {by_duration(plan, price, '{:,.2f}'.format)}"
-        lines.append(("GPU hours", _hours(plan, hours) + cost))
+        lines.append(("GPU hours", hours_text(plan, hours) + cost))
     lines.append(("steps", _steps(plan)))
     return Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes))
 

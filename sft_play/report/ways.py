@@ -43,7 +43,7 @@ def _way_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not row["fits"]:
         return "no plan found", "", "", ""
     memory = format_bytes(row["process_bytes"])
-    return f"{row['gpus']}{_ram(row)}", _speed(row), _hours(row, row["hours"]), memory
+    return f"{row['gpus']}{_ram(row)}", _speed(row), hours_text(row, row["hours"]), memory
 
 
 def methods_legend(tree: Mapping[str, Any]) -> list[str]:
@@ -103,7 +103,7 @@ def cheapest_table(tree: Mapping[str, Any]) -> Table:
         name = "" if again else capitalized(METHODS[row["method"]])
         where = f"{row['gpus']} x {row['gpu']} ({row['total_bytes'] / GIB:.0f} GiB){_ram(row)}"
         cost = (_cost(row),) if priced else ()
-        rows.append((name, where, _speed(row), _hours(row, row["hours"]), *cost))
+        rows.append((name, where, _speed(row), hours_text(row, row["hours"]), *cost))
     head = ("method", "what to rent or own", "tokens/s", "hours", *(("cost",) if priced else ()))
     by = "by your prices" if priced else "the fewest GPUs, and of these the smallest"
     return Table(head, rows, f"The cheapest ways: {by}", left=(0, 1))
@@ -176,8 +176,8 @@ def _card_cells(plan: Mapping[str, Any], last: Sequence[str]) -> tuple[str, ...]
     group = f" of {group_of(plan)} GPUs" if group_of(plan) > 1 else ""
     cells = {
         "tokens/s": _speed(plan),
-        "hours": _hours(plan, plan["hours"]),
-        "GPU hours": _hours(plan, plan["gpu_hours"]),
+        "hours": hours_text(plan, plan["hours"]),
+        "GPU hours": hours_text(plan, plan["gpu_hours"]),
         "cost": _cost(plan),
     }
     first = _needs(plan), f"{plan['micro_batch_size']:,}{group}"
@@ -201,7 +201,8 @@ def _speed(row: Mapping[str, Any]) -> str:
     return formatted(row["tokens_per_second"], "{:,.0f}".format)
 
 
-def _hours(row: Mapping[str, Any], hours: float | None) -> str:
+def hours_text(row: Mapping[str, Any], hours: float | None) -> str:
+    """Hours of a plan, as the range of its steps' seconds has them; n/a if they are unknown."""
     return by_duration(row, hours, lambda found: f"{found:,.{int(found < 100)}f}")
 
 

@@ -18,7 +18,6 @@ from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.model.architecture.shape import class_to_name
-from sft_play.plan import Plan
 from sft_play.planning.speed.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.estimate.corrections import ProbeResult, write_run_memory
@@ -179,15 +178,6 @@ def measured_ram(session: Session) -> int | None:
     return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.sharing.machines
 
 
-def predicted_step(plan: Plan) -> dict[str, float | str | None]:
-    """What was known of the seconds of a step, and what turned out to be wrong."""
-    return {
-        "predicted_step_seconds": plan.step_seconds,
-        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
-        "refuted_step_seconds": plan.refuted_seconds,
-    }
-
-
 def summarise(
     session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, saved: Saved | None
 ) -> dict[str, Any]:
@@ -221,7 +211,9 @@ def summarise(
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         **{name: getattr(reporter, name) for name in OF_STEPS},
         "padding_share": rows.padding_share,
-        **predicted_step(plan),
+        "predicted_step_seconds": plan.step_seconds,
+        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
+        "refuted_step_seconds": plan.refuted_seconds,
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(of_whole, device, probed, metered),

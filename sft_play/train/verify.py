@@ -8,12 +8,14 @@ import os
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedModel, Trainer
 
 from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE
+from sft_play.model.architecture.shape import base_of
 from sft_play.model.attention.sequence_parallel import KEY, Part, divide
 from sft_play.model.layers.loss_head import autocast_of
 from sft_play.plan import Plan
@@ -153,7 +155,7 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
 
 def _name(model: Any) -> str:
     """Its class, below an adapter."""
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return type(base_of(model)).__name__
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -232,15 +234,9 @@ def check_divided(model: PreTrainedModel, part: Part, device: torch.device) -> N
     own = divide(whole, part, 0)
     kept = ("input_ids", "position_ids", "sequence_lengths", KEY)
     both = ({name: batch[name] for name in kept if name in batch} for batch in (whole, own))
-    one, other = _evaluated(model, *(_on(batch, device) for batch in both))
+    one, other = _evaluated(model, *(send_to_device(batch, device) for batch in both))
     if _differs(one.logits.chunk(part.ranks, dim=1)[part.rank], other.logits):
         raise ConfigError(
             f"model.name: {_name(model)} gives other results when processes divide its tokens; set "
             "parallel.sequence_parallel_size=1"
         )
-
-
-def _on(batch: dict[str, object], device: torch.device) -> dict[str, object]:
-    return {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
-    }

@@ -1,6 +1,5 @@
 """What we change in transformers, and take of its private parts."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -279,18 +278,11 @@ def features_made_by(model: Any, function: Callable[..., Any]) -> None:
     model.get_image_features = MethodType(function, model)
 
 
-@contextmanager
-def features_unchecked() -> Iterator[None]:
+def features_unchecked() -> AbstractContextManager[None]:
     """In the block, nobody counts image tokens to compare them with features.
 
     A trace has no tokens to count (5.23). What makes this unnecessary: a check that skips fake tensors.
     """
-    before = os.environ.get(UNCHECKED)
-    os.environ[UNCHECKED] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[UNCHECKED]
-        else:
-            os.environ[UNCHECKED] = before
+    from accelerate.utils import patch_environment
+
+    return patch_environment(**{UNCHECKED: "1"})

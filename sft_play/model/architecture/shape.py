@@ -143,8 +143,15 @@ def empty_model(config: "PretrainedConfig", **settings: object) -> "PreTrainedMo
     return model
 
 
-def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+def base_of(model: Any) -> Any:
+    """The model itself: what an adapter is around, if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The module that holds the list of decoder layers, the list's attribute name, and the list itself.
+
+    The model may have an adapter around it.
 
     It is as long as the config says, or of what transformers never splits over devices: some configs count
     attention (LongCat Flash), or how often layers run (HRM).
@@ -152,6 +159,7 @@ def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torc
     Raises:
         LookupError: there is no such list.
     """
+    model = base_of(model)
     count, unsplit = model.config.get_text_config().num_hidden_layers, undivided(model)
     lists = [
         (module, name, child)
@@ -176,7 +184,7 @@ def units_of(model: Any) -> list[torch.nn.Module]:
     Raises:
         ConfigError: its decoder layers cannot be found.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     try:
         layers = decoder_layers(base)[2]
     except LookupError as error:

@@ -6,7 +6,7 @@ one compilation serves all micro-batches. Passes without gradients are not compi
 again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -52,7 +52,7 @@ def compiled_forwards(model: Any, compiler: Compiler | None = None) -> dict[torc
     lasting(compiling_layers, VARIANTS, f"{own_code()} {installed_versions()}", _kept_code)
     lasting(attention_called, (varlen.NAME, varlen.LIBRARY_NAME), _attention)
     found = dict[torch.nn.Module, Any]()
-    for layer in _layers(model):
+    for layer in decoder_layers(model)[2]:
         kind: Any = type(layer)
         found[layer] = MethodType(_compiled(kind, compiler), layer)
     return found
@@ -60,12 +60,7 @@ def compiled_forwards(model: Any, compiler: Compiler | None = None) -> dict[torc
 
 def plain_forwards(model: Any) -> dict[torch.nn.Module, Any]:
     """Decoder layer -> the function by which it computes without compiled code; as `compiled_forwards`."""
-    return {layer: MethodType(type(layer).forward, layer) for layer in _layers(model)}
-
-
-def _layers(model: Any) -> Iterable[Any]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return decoder_layers(base)[2]
+    return {layer: MethodType(type(layer).forward, layer) for layer in decoder_layers(model)[2]}
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sft_play.model.architecture.families import family_of
+from sft_play.model.architecture.shape import base_of
 from sft_play.model.layers.cpu import TiledLogProbs
 from sft_play.units import AUTOCAST
 from sft_play.upstream.transformers import has_routers
@@ -19,7 +20,7 @@ def add_loss_head(model: Any) -> None:
 
     `model(**batch, fused_lm_head=True)` then returns log-probabilities instead of logits.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     if base.base_model is base:  # its prefix is that of a model that it is a part of (Llama 4)
         head = base.get_output_embeddings()
         base.base_model_prefix = next(name for name, child in base.named_children() if child is not head)

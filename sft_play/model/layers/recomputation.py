@@ -35,8 +35,7 @@ def adjust(model: Any, activations: Activations) -> None:
     offload = activations.policy == "offload"
     if not activations.partly_kept and not offload:
         return
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers, inputs = decoder_layers(base)[2], InputsInRam()
+    layers, inputs = decoder_layers(model)[2], InputsInRam()
     for number, layer in enumerate(layers):
         found: Iterator[Any] = (m for m in layer.modules() if isinstance(m, GradientCheckpointingLayer))
         for module in found:

@@ -29,8 +29,7 @@ def tile_mlps(model: Any, tile_tokens: int) -> int:
     Returns:
         How many MLPs these are.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    mlps = [mlp for layer in decoder_layers(base)[2] for mlp in mlps_of(layer)]
+    mlps = [mlp for layer in decoder_layers(model)[2] for mlp in mlps_of(layer)]
     for mlp in mlps:
         replace_forward(mlp, partial(_in_tiles, partial(_with_own_casts, forward_of(mlp)), tile_tokens))
     return len(mlps)

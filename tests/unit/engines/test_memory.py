@@ -12,8 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import configuration
 from sft_play.engines.registry import ALONE, ENGINES, engine_of, offload_problem
-from sft_play.engines.zero2 import Buckets
-from sft_play.engines.zero2_division import parts_of
+from sft_play.engines.zero2 import Buckets, parts_of
 from sft_play.engines.zero3 import sub_groups
 from sft_play.sizing.estimate.allocator import as_changes, first_steps
 from sft_play.sizing.estimate.budget import device_budget
