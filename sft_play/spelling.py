@@ -38,6 +38,7 @@ FLAGS = {
     "PARTITION": "--partition",
     "TIME": "--time",
     "ACCOUNT": "--account",
+    "SBATCH": "--sbatch",
     "MODEL": "--model",
     "GPU": "--gpu",
     "SHOW": "--show",

@@ -75,7 +75,7 @@ class Link:
             self._wait_for(lambda: not self._missing() or time.monotonic() > deadline)
             if missing := self._missing():
                 text = f"machine {', '.join(map(str, missing))} did not join within {JOIN_TIMEOUT_S:.0f} s"
-                raise LaunchError(f"{text}; run the same command there with its own RANK")
+                raise LaunchError(f"{text}; run the same command there with its own {var(RANK=None)}")
             self._publish(started=True)
         self._wait_for(self._has_started)
 
@@ -201,7 +201,7 @@ class Link:
             raise ConfigError(f"machine 0 was started with {found}")
         elif "started" in main:
             raise LaunchError(
-                f"machine 0 on {self._where} has already begun a run: choose another MASTER_PORT"
+                f"machine 0 on {self._where} has already begun a run: choose another {var(MASTER_PORT=None)}"
             )
         self._written = json.dumps(self._entry)
         store.set(self._keys[self.nodes.rank], self._written)

@@ -95,7 +95,7 @@ def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
     try:
         more = shlex.split(job.more or "")
     except ValueError as error:
-        raise ConfigError(f"SBATCH={job.more}: {str(error).lower()}") from None
+        raise ConfigError(f"{var(SBATCH=job.more)}: {str(error).lower()}") from None
     return ["sbatch", "--parsable", *more, str(file)]
 
 
