@@ -111,7 +111,7 @@ def saved_profile(
 
     The processes that will train share a CPU's cores. What was measured on a busy machine is measured again
     once it is idle; no plan counts on it before. `again` measures in any case, and forgets what communication
-    costs. Without `sixteen_bit` products, a CPU is measured sooner.
+    costs. Without `sixteen_bit` products, a CPU is measured sooner; of a GPU they are never left out.
 
     Raises:
         LaunchError: the measurement failed.
@@ -122,7 +122,7 @@ def saved_profile(
         if psutil.cpu_percent(interval=0.2) >= 100 * BUSY:
             return found  # it cannot be measured better now
         found = None
-    if found is not None and (BF16 in found.products or not sixteen_bit):
+    if found is not None and (BF16 in found.products or not (sixteen_bit and threads)):
         return found
     with importing_libraries():
         from sft_play.planning.speed import measurement

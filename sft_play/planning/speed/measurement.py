@@ -18,9 +18,11 @@ from typing import Any
 import psutil
 import torch
 
+from sft_play.choices.kernels import Capability
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
+from sft_play.machine.gpus import BF16_SINCE
 from sft_play.model.attention import varlen
 from sft_play.planning.speed.profile import (
     BUSY,
@@ -85,15 +87,15 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
     Without `sixteen_bit`, a CPU's products of 16-bit numbers are left out; those of a GPU never are.
     """
     device = torch.device("cpu" if threads else "cuda")
+    types = TYPES["cpu"] if threads else types_of_gpu(torch.cuda.get_device_capability(device))
     began = now()
     psutil.cpu_percent()  # the next call is about the time since this one
     with _threads(threads), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         clock, operands = Stopwatch(device), Operands(device)
         update_element, update_tensor = _update(clock)
-        ahead, back = _attention(clock)
+        ahead, back = _attention(clock, types[0])
         elementwise = _stretch(clock, lambda a, b, out: torch.mul(a, b, out=out), 3, operands)
-        types = TYPES[device.type][: None if sixteen_bit or not threads else 1]
         profile = DeviceProfile(
             device=name,
             kind=device.type,
@@ -101,13 +103,13 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
             source="",
             threads=threads,
             versions=installed_versions(PACKAGES),
-            products=_grids(clock, operands, types, elementwise),
+            products=_grids(clock, operands, types[: None if sixteen_bit or not threads else 1], elementwise),
             attention=ahead,
             attention_backward=back,
             elementwise=elementwise,
             transcendental=_stretch(clock, lambda a, out: torch.sigmoid(a, out=out), 2, operands),
             fresh_byte_s=_fresh(clock) if threads else 0.0,
-            unpack_s=_unpacking(clock),
+            unpack_s=_unpacking(clock, types[0]),
             call_forward_s=0.0,
             call_backward_s=0.0,
             update_element_s=update_element,
@@ -116,6 +118,11 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
         profile = _with_calls(profile, clock)
     seconds, busy = time.perf_counter() - began[0], used_by_others(began)
     return replace(profile, source=f"measured in {seconds:.1f} s" if busy < BUSY else WHILE_BUSY, busy=busy)
+
+
+def types_of_gpu(capability: Capability) -> tuple[torch.dtype, ...]:
+    """What is measured on a GPU, attention in the first: older ones have no units or kernels for bf16."""
+    return TYPES["cuda"] if capability >= BF16_SINCE else TYPES["cuda"][1:]
 
 
 def with_sixteen_bit(profile: DeviceProfile) -> DeviceProfile:
@@ -283,10 +290,9 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(a, b.t(), out=out)
 
 
-def _attention(clock: Stopwatch) -> tuple[Curve, Curve]:
+def _attention(clock: Stopwatch, dtype: torch.dtype) -> tuple[Curve, Curve]:
     """Seconds of the forward and of the backward pass, per token and element of the width."""
     forward, backward, lengths = [], [], LENGTHS if clock.device.type == "cuda" else LENGTHS[:-1]
-    dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
     varlen.register()  # turns off the kernel that training does not use
     attend = torch.nn.functional.scaled_dot_product_attention
     for tokens in lengths:
@@ -318,10 +324,9 @@ def _fresh(clock: Stopwatch) -> float:
     return max(0.0, new - clock.least(lambda: old.fill_(1.0))) / STRETCHES[-1]
 
 
-def _unpacking(clock: Stopwatch) -> float:
+def _unpacking(clock: Stopwatch, dtype: torch.dtype) -> float:
     """Seconds to unpack a 4-bit weight; those of a copy if bitsandbytes cannot do it here."""
     side = UNPACKED_SIDE[clock.device.type]
-    dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
     weights = torch.randn(side, side, device=clock.device, dtype=dtype)
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
