@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import networkx
+
 from scripts.check_style import Module, import_graph, read_modules
 
 FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")  # with modules
@@ -177,23 +179,16 @@ def names_folder(text: str, folders: Iterable[str]) -> bool:
     return any(re.search(rf"""(?<![\w.-]){re.escape(folder)}["'/]""", text) for folder in folders)
 
 
-def distances(graph: dict[str, set[str]], changed: Iterable[str]) -> dict[str, int]:
+def distances(graph: dict[str, set[str]], changed: set[str]) -> dict[str, int]:
     """Module -> imports between it and the nearest changed module; modules that reach none are left out.
 
     Args:
         graph: module -> modules that it imports.
         changed: at distance 0.
     """
-    importers: dict[str, set[str]] = {}
-    for module, imported in graph.items():
-        for other in imported:
-            importers.setdefault(other, set()).add(module)
-    found, ring, far = {}, set(changed), 0
-    while ring:
-        found |= dict.fromkeys(ring, far)
-        ring = {user for module in ring for user in importers.get(module, ())} - found.keys()
-        far += 1
-    return found
+    importers = networkx.DiGraph(graph).reverse()
+    importers.add_nodes_from(changed)
+    return networkx.multi_source_dijkstra_path_length(importers, changed) if changed else {}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.markdown import table
 from scripts.docs.tables import COOKBOOK, FEWEST, LONGEST
 from sft_play.cache import project_dir
 from sft_play.config.methods import METHODS
@@ -101,11 +102,16 @@ def model_rows(
 
 
 def _to_plan(model: str) -> tuple[RunConfig, Architecture, DataFacts]:
-    """The default run of a model, its architecture, and rows of the default length."""
-    tree: dict[str, Any] = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
-    config = RunConfig.model_validate(tree | {"parallel": {"sequence_parallel_size": 1}})
+    """The default run of a model whose rows stay whole, its architecture, and rows of the default length."""
+    config = default_run(model).changed({"parallel.sequence_parallel_size": 1})
     architecture = Architecture.of(planning_config(config.model)[0])
     return config, architecture, DataFacts.unseen(config, architecture)
+
+
+def default_run(model: str, **settings: Any) -> RunConfig:
+    """The default run of a model, with more settings of its section."""
+    tree = {"model": {"name": model, **settings}, "data": {"train_path": "data/train.jsonl"}}
+    return RunConfig.model_validate(tree)
 
 
 def fewest_rows(model: str, gpus: Iterable[str] = GPUS, modes: tuple[str, ...] = MODES) -> list[list[str]]:
@@ -113,7 +119,7 @@ def fewest_rows(model: str, gpus: Iterable[str] = GPUS, modes: tuple[str, ...] =
     run = _to_plan(model)
     by_gpu = [plans_by_mode(Request(*run, what_if(gpu), 1), modes) for gpu in gpus]
     name = model.partition("/")[2]
-    return [[name, _method(mode), *(_fewest_cell(plans[mode]) for plans in by_gpu)] for mode in modes]
+    return [[name, method(mode), *(_fewest_cell(plans[mode]) for plans in by_gpu)] for mode in modes]
 
 
 def _fewest_cell(plan: dict[str, Any]) -> str:
@@ -125,14 +131,14 @@ def _fewest_cell(plan: dict[str, Any]) -> str:
     return f"{plan['gpus']}{engine}, {known}"
 
 
-def _method(mode: str) -> str:
+def method(mode: str) -> str:
+    """A tuning mode, in a word or two."""
     return METHODS[mode].removesuffix(" fine-tuning")
 
 
 def fewest_section(rows: Iterable[list[str]]) -> str:
     """The section about the fewest GPUs as Markdown, from `fewest_rows` of each model."""
-    heads = ["model", "", *GPUS]
-    return "\n".join([FEWEST_HEAD, line(heads), line(["---"] * len(heads)), *map(line, rows), ""])
+    return f"{FEWEST_HEAD}\n{table(['model', '', *GPUS], rows)}\n"
 
 
 def _holds_model(draft: Plan) -> bool:
@@ -157,16 +163,8 @@ def page(rows: Iterable[dict[tuple[str, int], list[str]]]) -> str:
         parts.append(
             f"## {f'{gpus} x ' if gpus > 1 else ''}{name} ({memory:.0f} GiB{' each' if gpus > 1 else ''})\n"
         )
-        parts.append(line(["model", *map(_method, MODES)]))
-        parts.append(line(["---"] * (1 + len(MODES))))
-        parts += [line(row[name, gpus]) for row in found]
-        parts.append("")
+        parts += [table(["model", *map(method, MODES)], (row[name, gpus] for row in found)), ""]
     return "\n".join(parts)
-
-
-def line(cells: Iterable[str]) -> str:
-    """A row of a table in Markdown."""
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from scripts.docs.cookbook import line
+from benchmarks.markdown import table
+from scripts.docs.cookbook import default_run, method
 from scripts.docs.tables import COOKBOOK, LONGEST
 from sft_play.cache import project_dir, recall, remember
-from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.machine.gpus import what_if
@@ -89,12 +89,10 @@ def long_cells(model: str, gpu: str, gpus: int, modes: Iterable[str] = MODES) ->
 
 def _scaled(model: str) -> tuple[Architecture, RunConfig]:
     """The architecture with POSITIONS or more, and its default run."""
-    tree: dict[str, Any] = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
-    positions = position_limit(planning_config(RunConfig.model_validate(tree).model)[0])
+    positions = position_limit(planning_config(default_run(model).model)[0])
     assert positions
     factor = math.ceil(POSITIONS / positions)
-    tree["model"]["rope_scaling"] = {"rope_type": "yarn", "factor": factor}
-    config = RunConfig.model_validate(tree)
+    config = default_run(model, rope_scaling={"rope_type": "yarn", "factor": factor})
     return Architecture.of(planning_config(config.model)[0]), config
 
 
@@ -119,26 +117,21 @@ def _machine(gpu: str, gpus: int) -> str:
     return f"{gpus} x {gpu}" if gpus > 1 else gpu
 
 
-def _method(mode: str) -> str:
-    return METHODS[mode].removesuffix(" fine-tuning")
-
-
 def long_section() -> str:
     """The section as Markdown."""
-    lines = [HEAD, line(["model", "", *map(_method, MODES)]), line(["---"] * (2 + len(MODES)))]
+    ours, beside = [], []
     for model in MODELS:
         for gpu, gpus in MACHINES:
             console().print(f"looking for the longest rows of {model} on {_machine(gpu, gpus)}")
             cells = long_cells(model, gpu, gpus)
-            lines.append(line([model.partition("/")[2], _machine(gpu, gpus), *cells.values()]))
-    heads = ("", "model and GPUs", "method", "published", "by", "here")
-    lines += [BESIDE + line(heads), line(["---"] * len(heads))]
+            ours.append([model.partition("/")[2], _machine(gpu, gpus), *cells.values()])
     for one in PUBLISHED:
         console().print(f"looking for the longest rows beside those of {one.who}")
         here = long_cells(one.model, one.gpu, one.gpus, (one.mode,))[one.mode]
         place = f"{one.model.partition('/')[2]}, {_machine(one.gpu, one.gpus)}"
-        lines.append(line([f"[{one.who}]({one.source})", place, _method(one.mode), one.tokens, one.by, here]))
-    return "\n".join([*lines, ""])
+        beside.append([f"[{one.who}]({one.source})", place, method(one.mode), one.tokens, one.by, here])
+    heads = ("", "model and GPUs", "method", "published", "by", "here")
+    return f"{HEAD}\n{table(['model', '', *map(method, MODES)], ours)}\n{BESIDE}{table(heads, beside)}\n"
 
 
 def main() -> None:
