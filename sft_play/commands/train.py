@@ -187,7 +187,10 @@ def train_job(job: Job, link: Link | None = None) -> None:
     while True:
         try:
             if job.plan.sharing.world_size == 1:
-                train_alone(job)
+                with importing_libraries():
+                    from sft_play.train.ranks import process_group
+                with process_group(job):
+                    train_here(job)
             else:
                 launch_ranks(job, link)
             if said:
@@ -212,14 +215,6 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     except DoesNotFitError as error:
         raise OutOfMemory(f"{reason}\nThere is no smaller plan to continue with: {error}") from None
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
-
-
-def train_alone(job: Job) -> None:
-    """Trains in this process, which is the only one."""
-    with importing_libraries():
-        from sft_play.train.ranks import process_group
-    with process_group(job):
-        train_here(job)
 
 
 def train_here(job: Job) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.engines.registry import engine_of
@@ -67,12 +66,11 @@ def launch_command(
     processes: int,
     cores: int | None = None,
     nodes: Nodes = ALONE,
-    config: Path | None = None,
 ) -> Launch:
     """The command line of `accelerate launch` for a script with its arguments; pure.
 
     `device` is "cuda" or "cpu", `processes` those of all machines. This machine's `cores` are divided among
-    its processes; None leaves OMP_NUM_THREADS as it is. `config` is the user's own accelerate config.
+    its processes; None leaves OMP_NUM_THREADS as it is.
 
     Raises:
         ConfigError: the processes cannot be divided among the machines.
@@ -83,7 +81,7 @@ def launch_command(
             f"{var(NGPU=None)} to the number of processes on each machine"
         )
     local = processes // nodes.count
-    file = config or config_file(engine, device, nodes.count)
+    file = config_file(engine, device, nodes.count)
     flags: dict[str, Any] = {"config_file": file, "num_processes": processes, "num_machines": nodes.count}
     if cores is not None:
         flags["num_cpu_threads_per_process"] = max(1, cores // local)

@@ -37,7 +37,6 @@ from sft_play.sizing.estimate.corrections import Record, reasons_of
 from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
-from sft_play.units import AUTOCAST
 
 
 def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[Reason]:
@@ -84,9 +83,8 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.divides_tokens
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
-    dtype = AUTOCAST.get(plan.precision.autocast, plan.precision.dtype)
     try:
-        architecture.ask(step_facts.attention, name, plan.device, capability, dtype)
+        architecture.ask(step_facts.attention, name, plan.device, capability, plan.precision.computed_in)
     except ConfigError:  # nobody asked for it
         return []
     return [Unproven(row.joined.label, f"model.attention={name}")]

@@ -2,15 +2,14 @@
 
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from sft_play.launch.nodes import LOOPBACK, free_port
+from sft_play.machine.process import ended_by_signals
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Planner
 from sft_play.ui.console import console
@@ -46,10 +45,7 @@ def serving(runs: Path, port: int = PORT) -> Iterator[BaseWSGIServer]:
 
 def serve(runs: Path) -> None:
     """Prints how to reach the studio of a folder, and serves it until it is stopped."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores a closed terminal
-            signal.signal(number, _interrupt)
-    with serving(runs) as server:
+    with ended_by_signals(), serving(runs) as server:
         console().print(f"Studio: http://{LOOPBACK}:{server.port}   (stop it with Ctrl-C)")
         host = socket.gethostname()
         console().print(
@@ -57,7 +53,3 @@ def serve(runs: Path) -> None:
         )
         server.serve_forever()  # until KeyboardInterrupt
     console().print("stopped the studio")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

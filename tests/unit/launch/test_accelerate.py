@@ -94,11 +94,6 @@ def test_several_machines_get_the_address_of_the_first():
     assert found["--num_cpu_threads_per_process"] == "4" and "--rdzv_backend" not in found
 
 
-def test_an_own_config_file_takes_the_place_of_the_shipped_one(tmp_path):
-    launch = launch_command(SCRIPT, engine="ddp", device="cuda", processes=2, config=tmp_path / "own.yaml")
-    assert flags(launch)["--config_file"] == str(tmp_path / "own.yaml")
-
-
 @pytest.mark.parametrize(("processes", "nodes"), [(0, ALONE), (3, Nodes(count=2))])
 def test_processes_that_cannot_be_shared_out_are_refused(processes, nodes):
     with pytest.raises(ConfigError):
