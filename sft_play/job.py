@@ -5,7 +5,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from sft_play.files import write_atomic
 from sft_play.fingerprints import code_commit, installed_versions
 from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
+from sft_play.machine.cuda import require_usable
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.load import load_data
 from sft_play.model.weights.base_files import keep_base_files
@@ -97,10 +98,12 @@ def prepare_job(
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     hashes = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
+    machine = detect()
+    machine = replace(machine, gpus=machine.gpus[: processes // machines])  # CUDA's first ones
+    require_usable(machine)
     with part("data"):
         loaded = load_data(config, progress=progress, hashes=hashes, trained=True)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
-    machine = detect()
     if ranks.plan_file:
         plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))
     else:

@@ -20,6 +20,7 @@ from sft_play.data.folders import SUFFIXES
 from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
+from sft_play.machine.cuda import why_unusable
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
@@ -384,7 +385,5 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         main = [name for name in ("torch", "transformers", "trl", "accelerate") if name in seen]
         versions = ", ".join(f"{name} {seen[name]}" for name in main)
         yield Finding(OK, "versions", f"{len(seen)} packages have supported versions: {versions}")
-    if machine.gpus and seen.get("torch", "").endswith("+cpu"):
-        what = f"torch {seen['torch']} is a CPU build, but this machine has a GPU"
-        fix = f"run `rm -r .venv && {make('install')}` with a package index that has the CUDA build of torch"
-        yield Finding(ERROR, "versions", what, fix)
+    if problem := why_unusable(machine):
+        yield Finding(ERROR, "versions", *problem)

@@ -102,6 +102,7 @@ def probe(args: Arguments, processes: int, engine: str | None) -> int:
 
     what = "plans, then runs two steps and an evaluation at the largest batch; trains nothing"
     resolved = announce(args, what, reads_rows=True)
+    _on_gpus(processes)
     with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(resolved, processes=processes, engine=engine)
@@ -148,6 +149,7 @@ def train(
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     resolved = announce(args, name="resume" if resume else "train", reads_rows=machines.count == 1)
+    _on_gpus(processes)
     with importing():
         from sft_play.commands.train import train_command
     runs = Path(resolved.config.output.dir)
@@ -156,6 +158,14 @@ def train(
             resolved, processes=processes, engine=engine, resume=resume, nodes=machines, hooks=hooks
         )
     return 0
+
+
+def _on_gpus(processes: int) -> None:
+    """Chooses the GPUs of a run, before anything imports PyTorch."""
+    from sft_play.launch.environment import use_freest_gpus
+
+    if said := use_freest_gpus(processes):
+        console().print(f"  {said}", style="dim")
 
 
 @command("slurm")

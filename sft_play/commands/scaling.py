@@ -1,5 +1,7 @@
 """A run on other numbers of processes: planned when its report is asked for, since training must not wait."""
 
+from dataclasses import replace
+
 from sft_play.builtin.demo import materialise
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
@@ -20,8 +22,7 @@ def add_scaling(run: RunDir) -> None:
     Whatever fails here is said in one line: its report does without.
     """
     try:
-        machine = detect()
-        _require_its_machine(run, machine)
+        machine = _its_machine(run)
         plan, config = Plan.from_json(read_json(run.plan)), materialise(load_config(run.config)).config
         architecture, _ = planning_architecture(config.model)
         with spinner(PLANNING):
@@ -35,11 +36,15 @@ def add_scaling(run: RunDir) -> None:
         warn(f"no plans for other numbers of processes: {error}")
 
 
-def _require_its_machine(run: RunDir, machine: Machine) -> None:
-    """Raises ConfigError on a machine with other devices than those that the run was trained on."""
-    recorded = read_json(run.environment)
+def _its_machine(run: RunDir) -> Machine:
+    """This machine, with the GPUs of the kinds that the run was trained on.
+
+    Raises ConfigError if it has others, or none.
+    """
+    machine, recorded = detect(), read_json(run.environment)
     trained_on = {gpu["name"] for gpu in recorded.get("gpus") or ()} or {recorded.get("cpu")}
     here: set[str | None] = {gpu.name for gpu in machine.gpus} or {machine.host.cpu_model}
-    if here != trained_on:
+    if not trained_on <= here:
         there, found = (", ".join(sorted(map(str, names))) for names in (trained_on, here))
         raise ConfigError(f"the run was trained on {there}; this machine has {found}")
+    return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.name in trained_on))

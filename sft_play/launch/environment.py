@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import detect, freest
 from sft_play.machine.host import asked_threads, compilers_of, usable_cores
-from sft_play.upstream.patching import lasting
+from sft_play.spelling import var
+from sft_play.units import counted
+from sft_play.upstream.patching import lasting, lasts_to_the_end
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
@@ -106,6 +110,36 @@ def _of_use(record: logging.LogRecord) -> bool:
 def compiling_processes(environment: Mapping[str, str]) -> int:
     """How many this rank compiles in."""
     return compilers_of(usable_cores(), int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def use_freest_gpus(count: int) -> str | None:
+    """Lets so many processes of this machine use the GPUs with the most free memory; 0: one for each GPU.
+
+    The others are hidden from this process and from those that it starts. CUDA reads once which there are,
+    so a process that has PyTorch already, as that of a notebook, trains on the first one.
+
+    Returns:
+        What to say about it; None if all GPUs are used, or it is too late to choose.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    machine, asked = detect(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count > len(machine.gpus) > 0:
+        shown = f" that CUDA_VISIBLE_DEVICES={asked} shows" if asked else ""
+        found = f"this machine has {counted(len(machine.gpus), 'GPU')}{shown}"
+        raise ConfigError(f"{var(NGPU=count)}: {found}, and each process needs one of its own")
+    too_late = count == 1 and ("torch" in sys.modules or not lasts_to_the_end())
+    if count in (0, len(machine.gpus)) or not machine.gpus or too_late:
+        return None
+    here = [str(gpu.uuid if machine.note else gpu.index) for gpu in machine.gpus]  # noted: MIG instances
+    names = [name.strip() for name in asked.split(",")] if asked else here
+    chosen = [names[gpu.index] for gpu in freest(machine, count).gpus]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    return (
+        f"on GPU {', '.join(chosen)} of {', '.join(names)}, with the most free memory; "
+        f"CUDA_VISIBLE_DEVICES chooses others, {var(NGPU=0)} uses all"
+    )
 
 
 def find_own_programs() -> None:

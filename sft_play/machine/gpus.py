@@ -25,7 +25,7 @@ from sft_play.machine.catalogue import (
 )
 from sft_play.machine.host import Host, detect_host
 from sft_play.spelling import make, quoted, var
-from sft_play.units import MIB
+from sft_play.units import GIB, MIB
 
 BF16_SINCE, FP16_SINCE = (8, 0), (5, 3)  # compute capability with native support
 MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
@@ -288,6 +288,12 @@ def with_gpus(machine: Machine, count: int) -> Machine:
     first = machine.gpus[0]
     gpus = tuple(replace(first, index=index) for index in range(min(count, LARGEST_MACHINE)))
     return replace(machine, gpus=gpus, what_if=True)
+
+
+def freest(machine: Machine, count: int) -> Machine:
+    """The machine with so many of its GPUs: in their order, those with most GiB of free memory."""
+    by_free = sorted(machine.gpus, key=lambda gpu: -((gpu.free_bytes or 0) // GIB))
+    return replace(machine, gpus=tuple(sorted(by_free[:count], key=lambda gpu: gpu.index)))
 
 
 def to_json(machine: Machine) -> dict[str, Any]:

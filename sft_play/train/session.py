@@ -255,6 +255,11 @@ class Arguments(SFTConfig):
 
     place_model_on_device = False  # type: ignore[assignment]
 
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process: never several that it sees, among which the trainer would divide batches."""
+        return min(1, super().n_gpu)
+
     def __post_init__(self) -> None:
         """What TRL's does, and the name of the device."""
         super().__post_init__()

@@ -41,6 +41,11 @@ def lasting(change: Callable[..., AbstractContextManager[Any]], *args: object) -
         known.add((change, *args))
 
 
+def lasts_to_the_end() -> bool:
+    """Whether what `lasting` begins now is there until the process ends, as in a command."""
+    return len(_OPEN) == 1
+
+
 @contextmanager
 def patched(target: Any, name: str, value: object, *, builtin: bool = False) -> Iterator[None]:
     """In the block, `target.name`, or with `builtin` one of Python's own names there, is `value`.

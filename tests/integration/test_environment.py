@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from sft_play.errors import ConfigError
 from sft_play.launch.accelerate_config import CONFIGS
 from sft_play.runlog import RunDir, read_metrics
 from tests.conftest import REPOSITORY
@@ -58,3 +59,29 @@ def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     assert losses(RunDir(tmp_path / "one")) == pytest.approx(losses(finished.run), rel=CLOSE)
     assert "Mixed precision: no" in done.stdout
     assert "Ignored: ACCELERATE_DYNAMO_BACKEND, ACCELERATE_MIXED_PRECISION, since config" in done.stdout
+
+
+DRIVER = """
+from types import SimpleNamespace
+
+FREE = (2, 20, 9)  # GiB of three GPUs
+
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return len(FREE)
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetName(index): return "NVIDIA L4"
+def nvmlDeviceGetMemoryInfo(index): return SimpleNamespace(total=23034 << 20, free=FREE[index] << 30)
+def nvmlDeviceGetCudaComputeCapability(index): return 8, 9
+"""
+
+
+def test_one_process_uses_the_freest_gpu_and_says_so_if_pytorch_cannot(finished, tmp_path):
+    (tmp_path / "pynvml.py").write_text(DRIVER)
+    words = ("--config", finished.config, f"output.dir={tmp_path}")
+    seen = dict(PYTHONPATH=f"{tmp_path}:{REPOSITORY}", CUDA_VISIBLE_DEVICES="0,1,2", COLUMNS="200")
+    done = finish(start("train", *words, **seen))
+    assert "on GPU 1 of 0, 1, 2, with the most free memory" in done.out
+    assert done.code == ConfigError.exit_code and "CUDA_VISIBLE_DEVICES= (empty) to use the CPU" in done.err
+    assert not (tmp_path / "one" / "plan.json").exists()

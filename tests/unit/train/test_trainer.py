@@ -8,13 +8,14 @@ import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
 from transformers import AutoModelForCausalLM
+from trl import SFTConfig
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.choices.optimizers import EIGHT_BIT_FROM
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.layers.loss_head import TokenScore, score_batch
-from sft_play.train.session import prepare_session
+from sft_play.train.session import Arguments, prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
 from tests.jobs import make_job
@@ -50,6 +51,13 @@ def supervised(batches: list[dict]) -> torch.Tensor:
 def break_weight(trainer: PlannedTrainer) -> None:
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(math.nan)
+
+
+def test_a_process_that_sees_two_gpus_trains_on_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for kind, count in ((SFTConfig, 2), (Arguments, 1)):  # TRL refuses two
+        args = kind(output_dir=str(tmp_path), bf16=False, per_device_train_batch_size=3)
+        assert (args.n_gpu, args.train_batch_size) == (count, 3 * count)
 
 
 def test_the_shares_of_micro_batches_add_up_to_the_mean_loss_of_the_step(trainer_of):

@@ -1,0 +1,79 @@
+"""Whether the installed PyTorch can use the GPUs of this machine, and what to do where it cannot."""
+
+import importlib
+import re
+import warnings
+from typing import NamedTuple
+
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import Gpu, Machine
+from sft_play.spelling import make
+
+OTHER_BUILD = "install a build of PyTorch for another CUDA, as docs/guides/install.md#cuda says"
+
+
+class Build(NamedTuple):
+    """What is known of the installed PyTorch."""
+
+    version: str
+    cuda: str | None  # that it is built for, such as "13.0"
+    finds_gpus: bool
+    says: str = ""  # why it finds none
+    codes: tuple[str, ...] = ()  # for GPUs that it has code for: "sm_75"; or "compute_120", and any later one
+
+
+def why_unusable(machine: Machine) -> tuple[str, str] | None:
+    """What keeps PyTorch from this machine's GPUs, and what to do; None if nothing, or it has none."""
+    return problem_of(machine, installed_build()) if machine.gpus else None
+
+
+def require_usable(machine: Machine) -> None:
+    """Raises a ConfigError if PyTorch cannot use the GPUs of this machine, if it is one."""
+    if not machine.what_if and (problem := why_unusable(machine)):
+        what, fix = problem
+        raise ConfigError(f"{what}; {fix}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU")
+
+
+def installed_build() -> Build:
+    """The PyTorch of this Python, which is imported."""
+    torch = importlib.import_module("torch")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        finds = torch.cuda.is_available()
+    codes = tuple(torch.cuda.get_arch_list()) if finds else ()
+    why = str(said[-1].message).strip().partition("\n")[0] if said else ""
+    return Build(torch.__version__, torch.version.cuda, finds, why, codes)
+
+
+def problem_of(machine: Machine, build: Build) -> tuple[str, str] | None:
+    """As `why_unusable`, of this build; pure."""
+    named = f"torch {build.version}"
+    if build.cuda is None:
+        fix = f"run `rm -r .venv && {make('install')}` with a package index that has the CUDA build of torch"
+        return f"{named} is a CPU build, but this machine has a GPU", fix
+    if not build.finds_gpus:
+        if machine.cuda and int(machine.cuda.partition(".")[0]) < int(build.cuda.partition(".")[0]):
+            upto = f"but driver {machine.driver} supports CUDA up to {machine.cuda}"
+            return f"{named} is built for CUDA {build.cuda}, {upto}", f"update the driver, or {OTHER_BUILD}"
+        return f"{named} finds no GPU that it can use: {build.says or 'it does not say why'}", OTHER_BUILD
+    for gpu in machine.gpus:
+        if not _has_code_for(gpu, build):
+            capability = "{}.{}".format(*gpu.compute_capability or ())
+            return f"{named} for CUDA {build.cuda} has no code for {gpu.name} ({capability})", OTHER_BUILD
+    return None
+
+
+def _has_code_for(gpu: Gpu, build: Build) -> bool:
+    """Whether its code runs on a GPU: that of its generation, no later than it, or what is compiled there.
+
+    Source: the CUDA C++ programming guide, "Binary Compatibility" and "PTX Compatibility".
+    """
+    if gpu.compute_capability is None:
+        return True
+    major, minor = gpu.compute_capability
+    for kind, number, family in re.findall(r"(sm|compute)_(\d+)([af]?)", " ".join(build.codes)):
+        of_major, of_minor = divmod(int(number), 10)
+        same = of_major == major and (of_minor == minor if family == "a" else of_minor <= minor)
+        if same or (kind == "compute" and not family and (of_major, of_minor) <= (major, minor)):
+            return True
+    return False

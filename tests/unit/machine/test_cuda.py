@@ -1,0 +1,53 @@
+"""Which builds of PyTorch can use which GPUs; the codes are those of its support matrix (pytorch #172352)."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play.errors import ConfigError
+from sft_play.machine.cuda import Build, problem_of, require_usable
+from sft_play.machine.gpus import what_if
+
+CUDA13 = Build("2.13.0", "13.0", True, "", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+CUDA12 = Build("2.13.0", "12.6", True, "", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
+LATER = CUDA12._replace(codes=(*CUDA12.codes, "compute_90"))
+ONLY_HOPPER = CUDA12._replace(codes=("sm_90a",))
+
+
+def machine(name, cuda="13.0"):
+    return replace(what_if(name), what_if=False, driver="550.54.14", cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    ("build", "runs", "does_not"),
+    [
+        (CUDA13, ["T4", "A100 80GB", "RTX 3060", "RTX 4090", "H200", "B200", "RTX 5090"], ["V100 32GB"]),
+        (CUDA12, ["V100 32GB", "T4", "RTX 4090", "H100 80GB"], ["B200", "RTX 5090"]),
+        (LATER, ["V100 32GB", "RTX 5090", "B200"], []),  # what can be compiled for any later GPU
+        (ONLY_HOPPER, ["H100 80GB"], ["RTX 4090", "B200"]),
+    ],
+)
+def test_a_build_runs_on_gpus_that_it_has_code_for(build, runs, does_not):
+    assert [problem_of(machine(name), build) for name in runs] == [None] * len(runs)
+    for name in does_not:
+        problem, fix = problem_of(machine(name), build)
+        assert machine(name).gpus[0].name in problem and "has no code for" in problem
+        assert "install.md#cuda" in fix
+
+
+def test_a_driver_that_is_too_old_is_named_with_what_it_supports():
+    build = CUDA13._replace(finds_gpus=False, says="The NVIDIA driver on your system is too old", codes=())
+    problem, fix = problem_of(machine("RTX 4090", cuda="12.4"), build)
+    assert problem == "torch 2.13.0 is built for CUDA 13.0, but driver 550.54.14 supports CUDA up to 12.4"
+    assert fix.startswith("update the driver, or install")
+    problem, _ = problem_of(machine("RTX 4090"), build)  # whose driver is new enough: PyTorch says why
+    assert problem.endswith("finds no GPU that it can use: The NVIDIA driver on your system is too old")
+
+
+def test_a_run_on_a_gpu_that_pytorch_cannot_use_is_refused_before_it_begins():
+    ancient = replace(machine("L4").gpus[0], compute_capability=(3, 0))  # which no build has code for
+    here = replace(machine("L4"), gpus=(ancient,))
+    with pytest.raises(ConfigError, match=r"^torch .*GPU.*CUDA_VISIBLE_DEVICES= \(empty\)|has no code for"):
+        require_usable(here)
+    require_usable(replace(here, what_if=True))  # nobody runs on it
+    require_usable(replace(here, gpus=()))
