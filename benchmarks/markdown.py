@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sft_play.report.table import Table, markdown
 from sft_play.units import GIB, MIB
 
 GB = 10**9
@@ -20,9 +21,7 @@ def results(name: str) -> dict[str, Any]:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
-    cells = [list(head), *(list(row) for row in rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return markdown(Table(list(head), list(map(list, rows))))
 
 
 def spread(errors: list[float]) -> str:

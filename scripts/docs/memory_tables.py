@@ -30,9 +30,12 @@ OTHER_RUNS = {
 
 def published(kind: str) -> list[float]:
     """The errors of one kind in all published series."""
+    return [row["errors"][kind] for row in _published_rows() if kind in row["errors"]]
+
+
+def _published_rows() -> list[dict[str, Any]]:
     tree = results("evidence")
-    rows = (row for name in tree if name.startswith("rows_") for row in tree[name])
-    return [row["errors"][kind] for row in rows if kind in row["errors"]]
+    return [row for name in tree if name.startswith("rows_") for row in tree[name]]
 
 
 def evidence() -> str:
@@ -205,9 +208,7 @@ def compilations() -> str:
 
 def reserved() -> str:
     """Errors of reserved and process bytes, by whether the weights are in NF4."""
-    tree, rows = results("evidence"), []
-    found = (row for name in tree if name.startswith("rows_") for row in tree[name])
-    runs = [row for row in found if "reserved" in row["errors"]]
+    rows, runs = [], [row for row in _published_rows() if "reserved" in row["errors"]]
     for name, quantized in (("NF4", True), ("16 bit", False)):
         shown = [row["errors"] for row in runs if (" qlora " in row["name"]) == quantized]
         errors = ([one[kind] for one in shown if kind in one] for kind in ("reserved", "process"))
@@ -217,10 +218,8 @@ def reserved() -> str:
 
 def evidence_seconds() -> str:
     """Tokens per second of the published rows that say them, and errors of the clock, by kind of step."""
-    tree = results("evidence")
-    found = (row for name in tree if name.startswith("rows_") for row in tree[name])
     kinds: dict[str, list[tuple[str, dict[str, float]]]] = {}
-    for row in found:
+    for row in _published_rows():
         if "tokens_per_second" in row:
             before, shape, after = re.split(r" (\d+x\d+)", row["name"])
             kind = before + after.replace("Liger's", "fused")

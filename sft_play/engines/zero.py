@@ -6,7 +6,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Engine
+from sft_play.engines.base import FP32, Engine
 from sft_play.plan import Plan
 from sft_play.upstream.deepspeed import inference_left_out, let_go, slow_builds_told, stage_saved_by_value
 from sft_play.upstream.patching import lasting
@@ -57,3 +57,7 @@ class Zero(Engine):
     def go_on_from(self, model: Any, step: int) -> None:
         """The folder of the next checkpoint has this count in its name."""
         model.global_steps = step
+
+    def state_on_disk(self, elements: int, state_bytes: int) -> int:
+        """The fp32 weights of all processes are saved with their states."""
+        return FP32 * elements + state_bytes

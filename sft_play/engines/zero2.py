@@ -151,10 +151,6 @@ class Zero2(Zero):
 
         return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
-    def state_on_disk(self, elements: int, state_bytes: int) -> int:
-        """The fp32 weights of all processes are saved with their states."""
-        return FP32 * elements + state_bytes
-
     def transform(self, step: Step, division: Division) -> Step:
         """Puts this process's part in the place of optimizer states and gradients, and adds the buffers.
 

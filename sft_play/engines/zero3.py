@@ -142,10 +142,6 @@ class Zero3(Sharded, Zero):
         moments = super().moved_by_disk(work, accumulation, share)
         return moments + weights + 2 * FP32 * share * work.trained_elements
 
-    def state_on_disk(self, elements: int, state_bytes: int) -> int:
-        """The fp32 weights of all processes are saved with their states."""
-        return FP32 * elements + state_bytes
-
 
 def _outside_layers(step: Step) -> int:
     """Bytes that a process holds of the weights that belong to no decoder layer."""

@@ -133,6 +133,11 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
+def from_elsewhere(port: int) -> str:
+    """How a browser on another machine reaches a server on a port of this one."""
+    return f"  from another machine: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"
+
+
 def free_port(preferred: int = 0, host: str = LOOPBACK) -> int:
     """`preferred` if it is free, otherwise another port that is free now."""
     try:

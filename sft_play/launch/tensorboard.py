@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import psutil
 
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
-from sft_play.launch.nodes import LOOPBACK, free_port
+from sft_play.launch.nodes import LOOPBACK, free_port, from_elsewhere
 from sft_play.spelling import make
 from sft_play.ui.console import console
 
@@ -64,13 +63,10 @@ def start(runs: Path, port: int = PORT) -> Server:
     It answers after a few seconds. StorageError if the folder cannot be written.
     """
     server = running(runs) or _start(runs, free_port(port))
-    host = socket.gethostname()
     other = {} if runs == DEFAULT_RUNS else {"RUNS": shlex.quote(str(runs))}
     console().print(f"TensorBoard: {server.url}")
     console().print(f"  stop it: {make('tb-stop', **other)}", highlight=False)
-    console().print(
-        f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
-    )
+    console().print(from_elsewhere(server.port), highlight=False)
     return server
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from sft_play.launch.nodes import LOOPBACK, free_port
+from sft_play.launch.nodes import LOOPBACK, free_port, from_elsewhere
 from sft_play.machine.process import ended_by_signals
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Planner
@@ -47,9 +47,6 @@ def serve(runs: Path) -> None:
     """Prints how to reach the studio of a folder, and serves it until it is stopped."""
     with ended_by_signals(), serving(runs) as server:
         console().print(f"Studio: http://{LOOPBACK}:{server.port}   (stop it with Ctrl-C)")
-        host = socket.gethostname()
-        console().print(
-            f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
-        )
+        console().print(from_elsewhere(server.port), highlight=False)
         server.serve_forever()  # until KeyboardInterrupt
     console().print("stopped the studio")

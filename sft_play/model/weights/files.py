@@ -104,7 +104,7 @@ def foreign_weights(folder: Path) -> str | None:
 
 def require_own_weights(model: ModelConfig) -> None:
     """Raises a ConfigError if a model, in a folder or on the Hub, has `foreign_weights`."""
-    folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model, INDEX)
+    folder = _folder_of(model, INDEX)
     if folder:
         _require_own_weights(folder, model.name)
 
@@ -174,7 +174,7 @@ def stored_types(model: ModelConfig) -> dict[str, int]:
     """Type -> elements of the weights in a model's files, as {"BF16": 8030261248}; {} if not known here."""
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model)
+    folder = _folder_of(model)
     found: Counter[str] = Counter()
     if folder is None:
         return {}
@@ -194,7 +194,7 @@ def copy_processors(model: ModelConfig, config: "PretrainedConfig", target: Path
     if getattr(config, "vision_config", None) is None:
         return
     for name in PROCESSOR_FILES:
-        folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model, also=name)
+        folder = _folder_of(model, also=name)
         if folder and (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
 
@@ -207,7 +207,7 @@ def model_key(model: ModelConfig) -> str | None:
     """
     if model.trust_remote_code or asked_before_the_hub(model):
         return None
-    folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model)
+    folder = _folder_of(model)
     try:
         return f"{model.model_dump_json()} {folder.name} {files_digest(folder)}" if folder else None
     except OSError:
@@ -225,13 +225,15 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _cached_folder(model: ModelConfig, also: str | None = None) -> Path | None:
-    """The folder of the model's current commit in the Hub's cache, with a file `also` there if it has one.
+def _folder_of(model: ModelConfig, also: str | None = None) -> Path | None:
+    """The model's own folder, or that of its current commit in the Hub's cache; None if there is none.
 
-    None if there is none.
+    A file `also` is there if the Hub has it.
     """
     from huggingface_hub import hf_hub_download
 
+    if Path(model.name).is_dir():
+        return Path(model.name)
     limit_network()
     try:
         folder = Path(hf_hub_download(model.name, "config.json", revision=model.revision)).parent
