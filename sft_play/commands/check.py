@@ -348,7 +348,9 @@ def device_findings(machine: Machine) -> Iterator[Finding]:
         larger = f"`{make('plan')}` predicts the step time of larger ones"
         yield Finding(WARNING, "device", what, f"fine for small models, such as SmolLM2-135M; {larger}")
         return
-    what = f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
+    counts = Counter(gpu.name for gpu in machine.gpus)
+    names = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    what = f"{names}, driver {machine.driver or 'n/a'}"
     yield Finding(OK, "device", what)
     if machine.note:
         yield Finding(WARNING, "device", machine.note, "unset CUDA_VISIBLE_DEVICES if this is not intended")

@@ -1,5 +1,6 @@
 """`sft-play plan --context`: the longest row that fits, for each method and number of GPUs."""
 
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
@@ -8,7 +9,7 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import Machine, detect, what_if
+from sft_play.machine.gpus import Machine, detect, freest, what_if
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
@@ -68,10 +69,8 @@ def context_answer(
     unnamed = COUNTS if asked.gpu else (len(here.gpus) or 1,)
     counts = (asked.gpus,) if asked.gpus else unnamed
     facts = DataFacts.full_rows(length or LEAST, config.train.seed)
-    requests = [
-        Request(config, architecture, facts, what_if(asked.gpu, count) if asked.gpu else here, count)
-        for count in counts
-    ]
+    on = partial(what_if, asked.gpu) if asked.gpu else partial(freest, here)
+    requests = [Request(config, architecture, facts, on(count), count) for count in counts]
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))
     rows, searches, complete = list[dict[str, Any]](), 0, True

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Gpu, Machine
-from sft_play.spelling import make
 
-OTHER_BUILD = "install a build of PyTorch for another CUDA, as docs/guides/install.md#cuda says"
+OTHER_BUILD = "install another build of PyTorch: docs/guides/install.md#cuda"
 
 
 class Build(NamedTuple):
@@ -49,8 +48,7 @@ def problem_of(machine: Machine, build: Build) -> tuple[str, str] | None:
     """As `why_unusable`, of this build; pure."""
     named = f"torch {build.version}"
     if build.cuda is None:
-        fix = f"run `rm -r .venv && {make('install')}` with a package index that has the CUDA build of torch"
-        return f"{named} is a CPU build, but this machine has a GPU", fix
+        return f"{named} is a CPU build, but this machine has a GPU", OTHER_BUILD
     if not build.finds_gpus:
         if machine.cuda and int(machine.cuda.partition(".")[0]) < int(build.cuda.partition(".")[0]):
             upto = f"but driver {machine.driver} supports CUDA up to {machine.cuda}"

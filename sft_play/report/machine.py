@@ -67,9 +67,12 @@ def memory_table(machine: Machine, available: int | None) -> RenderableType:
         lines.append(f"GPU {gpu.index} {gpu.name}: {memory}; processes: {_users(gpu)}")
     memory = memory_text(machine.host.ram_free_bytes, machine.host.ram_total_bytes)
     lines.append(f"RAM: {memory}{machine.host.ram_limit_text}")
-    what = " of RAM, shared by its processes"
+    who, what = "a run", " of RAM, shared by its processes"
     if machine.gpus:
         what = " per GPU, including the CUDA context"
-        what += "; limited by the GPU with the least free memory" if len(machine.gpus) > 1 else ""
-    lines.append(Text(f"Available to a run: {formatted(available, format_bytes)}{what}", style="bold"))
+    if len(machine.gpus) > 1:
+        who, what = "a run on all GPUs", f"{what}; limited by the GPU with the least free memory"
+        most = max((gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes), default=None)
+        lines.append(Text(f"Available to one process: {formatted(most, format_bytes)}", style="bold"))
+    lines.append(Text(f"Available to {who}: {formatted(available, format_bytes)}{what}", style="bold"))
     return Group(*(Words(line, hang=2) for line in lines))

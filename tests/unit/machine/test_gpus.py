@@ -377,7 +377,8 @@ def test_the_fullest_gpu_decides_what_is_left():
     console = Console(width=100, record=True)
     console.print(memory_table(machine, 10 * GIB))
     text = console.export_text()
-    assert "Available to a run: 10.00 GiB per GPU" in text and "7 python 60.00 GiB" in text
+    assert "Available to a run on all GPUs: 10.00 GiB per GPU" in text and "7 python 60.00 GiB" in text
+    assert "Available to one process: 79.65 GiB" in text
 
 
 def test_without_a_gpu_the_ram_is_what_is_left():
