@@ -43,7 +43,7 @@ def plan(
     settings: Settings | None = None,
     callbacks: Sequence[Any] = (),
     progress: Listener | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> Planned:
     """Chooses a plan and predicts its memory and speed, as `sft-play plan` does; trains nothing.
 
@@ -73,7 +73,7 @@ def plan(
         args = arguments("plan", _overrides(changed), model=model, config=config, gpu=gpu, gpus=gpus)
         with importing():
             from sft_play.commands.plan import plan_command
-        planned = Planned(*plan_command(args))
+        planned = plan_command(args)
         if not planned.tree["complete"]:
             raise KeyboardInterrupt
         return planned
@@ -90,7 +90,7 @@ def train(
     resume: bool = False,
     callbacks: Sequence[Any] = (),
     progress: Listener | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> Run:
     """Plans and trains a run to its end, as `sft-play train` does, with its progress on standard output.
 
@@ -132,7 +132,7 @@ def train(
 
 
 def evaluate(
-    run: Run | str | Path, *, split: str = "val", limit: int | None = None, **keywords: Any
+    run: Run | str | Path, *, split: str = "val", limit: int | None = None, **keywords: object
 ) -> Evaluation:
     """Compares base, trained and merged model of a run on held-out rows, as `sft-play eval` does.
 

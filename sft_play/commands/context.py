@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any
 
-from rich.console import RenderableType
-
 from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
@@ -16,6 +14,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.report.context import context_report, problem_of, row_line
 from sft_play.report.layout import apart, stopped
+from sft_play.results import Planned
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import quoted, var
 from sft_play.ui.console import console
@@ -44,7 +43,7 @@ def asked_tokens(typed: str) -> int | None:
 
 def context_answer(
     asked: Asked, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
-) -> tuple[dict[str, Any], RenderableType]:
+) -> Planned:
     """The longest rows as JSON and as a report; on a terminal, each is said when it is found.
 
     Raises:
@@ -94,10 +93,11 @@ def context_answer(
     }
     if not complete:
         shown = [context_report(tree)] if rows else []
-        return tree, apart(*shown, stopped(f"{searches} of {total} searches were made", asked.command))
+        ended = stopped(f"{searches} of {total} searches were made", asked.command)
+        return Planned(tree, apart(*shown, ended))
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
-    return tree, context_report(tree)
+    return Planned(tree, context_report(tree))
 
 
 def _show(found: list[dict[str, Any]], asked: Asked, machine: Machine) -> None:

@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any
 
-from rich.console import RenderableType
-
 from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
@@ -15,6 +13,7 @@ from sft_play.planning.answers.other_methods import cheapest_ways
 from sft_play.planning.request import Request
 from sft_play.report.layout import apart, stopped
 from sft_play.report.ways import card_heads, card_line, gpus_report
+from sft_play.results import Planned
 from sft_play.spelling import quoted, var
 from sft_play.ui.console import console
 from sft_play.ui.progress import PLANNING, progress_bar
@@ -22,7 +21,7 @@ from sft_play.ui.progress import PLANNING, progress_bar
 
 def each_gpu_answer(
     asked: Asked, resolved: ResolvedConfig, request: Request, notes: list[str], *, batch_grows: bool
-) -> tuple[dict[str, Any], RenderableType]:
+) -> Planned:
     """The plans for so many of each common GPU, or the fewest that are enough, as JSON and as a report.
 
     On a terminal, a line for each GPU appears when it is planned. Ctrl-C keeps what was found until then.
@@ -66,6 +65,7 @@ def each_gpu_answer(
     if appear:
         console().print()
     if complete:
-        return tree, gpus_report(tree)
+        return Planned(tree, gpus_report(tree))
     shown = [gpus_report(tree)] if cards else []
-    return tree, apart(*shown, stopped(f"{len(cards)} of {len(on_gpus)} GPUs were planned", asked.command))
+    ended = stopped(f"{len(cards)} of {len(on_gpus)} GPUs were planned", asked.command)
+    return Planned(tree, apart(*shown, ended))

@@ -88,9 +88,9 @@ def plan(args: Arguments, model: str | None, **_flags: object) -> int:
     with importing():
         from sft_play.commands.plan import plan_command
         from sft_play.report.layout import ending
-    tree, report = plan_command(args, None if args.json else lambda shown: console().print(shown))
-    end(args, tree, report, *(["", ending({}, [tree["command"]])] if "command" in tree else []))
-    return 0 if tree["complete"] else INTERRUPTED_BY_USER
+    found = plan_command(args, None if args.json else lambda shown: console().print(shown))
+    end(args, found.tree, found.shown, *(["", ending({}, [found.command])] if found.command else []))
+    return 0 if found.tree["complete"] else INTERRUPTED_BY_USER
 
 
 @command("probe", as_json=True)

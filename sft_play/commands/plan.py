@@ -43,6 +43,7 @@ from sft_play.reasons.evidence import AssumedRows, DescribedImages, DescribedLen
 from sft_play.reasons.reason import Reason
 from sft_play.report.layout import apart, make_command, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
+from sft_play.results import Planned
 from sft_play.sizing.facts.architecture import Architecture, planning_architecture
 from sft_play.spelling import by_make, make, quoted, var
 from sft_play.ui.console import quiet_libraries
@@ -51,9 +52,7 @@ from sft_play.units import counted
 from sft_play.vision.described import NO_PICTURE, described_picture, processor_settings
 
 
-def plan_command(
-    args: Arguments, say: Callable[[RenderableType], None] | None = None
-) -> tuple[dict[str, Any], RenderableType]:
+def plan_command(args: Arguments, say: Callable[[RenderableType], None] | None = None) -> Planned:
     """The plan as JSON and as a report; `complete` in the JSON is false if Ctrl-C ended the search.
 
     Args:
@@ -101,7 +100,7 @@ def _answer(
     request: Request,
     notes: list[str],
     say: Callable[[RenderableType], None] | None,
-) -> tuple[dict[str, Any], RenderableType]:
+) -> Planned:
     """The plan of a request, then the other methods and numbers of GPUs."""
     chosen = cache(partial(_chosen, asked, resolved, request, notes))
     about, complete = (asked, resolved.path, notes, by_make()), True
@@ -122,7 +121,7 @@ def _answer(
         report = plan_report(tree, tree["scaling"])
     if not complete:
         report = apart(report, stopped("the other methods were not planned", asked.command))
-    return tree, report
+    return Planned(tree, report)
 
 
 def _chosen(

@@ -40,10 +40,10 @@ FLOORS = [
     ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],
-    ["job"],
+    ["job", "results"],
     ["train"],
     ["commands"],
-    ["cli", "given", "results"],
+    ["cli", "given"],
     ["api"],
     ["__main__", "scripts"],
 ]  # fmt: skip

@@ -54,7 +54,8 @@ def tiny(tmp_path, monkeypatch):
 
 
 def plan(*words: str):
-    return plan_command(parse(["plan", "--json", *words]))
+    found = plan_command(parse(["plan", "--json", *words]))
+    return found.tree, found.shown
 
 
 def test_a_model_and_a_gpu_are_enough_for_a_plan():
@@ -74,9 +75,10 @@ def test_the_plan_is_said_before_the_other_methods_are_planned_and_stays_if_thes
     said = []
     monkeypatch.setattr(plan_module, "other_methods", stop)
     args = parse(["plan", "--model", "tiny-1", "--gpu", "RTX 4090"])
-    tree, report = plan_command(args, said.append)
+    found = plan_command(args, said.append)
+    tree = found.tree
     assert not tree["complete"] and tree["methods"] == [] and tree["plan"]["micro_batch_size"] > 0
-    first, rest = (" ".join(screen(part).split()) for part in (*said, report))
+    first, rest = (" ".join(screen(part).split()) for part in (*said, found.shown))
     assert "LoRA of org/Tiny-1 fits on 1 x" in first and "micro-batch" in first
     assert "LoRA of org/Tiny-1 fits" not in rest and "Stopped: the other methods were not planned" in rest
 

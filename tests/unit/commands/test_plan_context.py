@@ -21,7 +21,8 @@ CARD, SMALL = ("--gpu", "RTX 4090", "--gpus", "1"), "parallel.memory_gib=2"
 
 
 def plan(*words: str):
-    return plan_command(parse(["plan", "--json", "--model", "tiny-1", *words]))
+    found = plan_command(parse(["plan", "--json", "--model", "tiny-1", *words]))
+    return found.tree, found.shown
 
 
 @pytest.fixture()
@@ -88,10 +89,10 @@ def test_without_a_number_of_gpus_there_is_one_and_a_machine_of_eight():
 def test_a_config_is_answered_for_this_machine():
     words = ["plan", "--json", "--config", "run.yaml", "--context", "256"]
     Path("run.yaml").write_text("model: {name: org/Tiny-1}\ndata: {train_path: none.jsonl}\n")
-    tree, report = plan_command(parse(words))
-    (row,) = tree["rows"]
-    assert tree["gpu"] is None and row["fits"] and row["longest"] == 512
-    assert "this CPU" in screen(report)
+    found = plan_command(parse(words))
+    (row,) = found.tree["rows"]
+    assert found.tree["gpu"] is None and row["fits"] and row["longest"] == 512
+    assert "this CPU" in screen(found.shown)
 
 
 @pytest.mark.parametrize("typed", ["0", "1", "abc", "-5", "3.5", ""])

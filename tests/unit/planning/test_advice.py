@@ -103,7 +103,7 @@ def test_what_is_printed_can_be_typed_and_has_the_memory_that_is_said(by_make, m
     for line, said in pairs[:2]:
         program, *typed = shlex.split(line)
         assert program == "sft-play"
-        tree, _ = plan_command(parse(typed))
+        tree = plan_command(parse(typed)).tree
         assert said.strip().startswith(f"{format_bytes(tree['memory']['process_bytes'])} a process")
 
 

@@ -26,7 +26,8 @@ def plan(tmp_path):
     config_of("smolvlm").save_pretrained(tmp_path)
 
     def planned(*words):
-        return plan_command(parse(["plan", "--json", "--model", str(tmp_path), *CARDS, *words]))
+        found = plan_command(parse(["plan", "--json", "--model", str(tmp_path), *CARDS, *words]))
+        return found.tree, found.shown
 
     return planned
 
