@@ -100,7 +100,7 @@ def answer_questions(
 
 def answer_metrics(
     asked: Sequence[Question], answers: Sequence[Answer], settings: EvalConfig
-) -> tuple[dict[str, Any], list[Scores]]:
+) -> tuple[dict[str, object], list[Scores]]:
     """The metrics over all answers, as they are written, and the scores of each."""
     compared = [question.compared(answer.text) for question, answer in zip(asked, answers, strict=True)]
     scores = [score_answer(each, settings) for each in compared]
@@ -115,7 +115,7 @@ def answer_metrics(
 
 def samples_of(
     asked: Sequence[Question], found: Mapping[str, "Measured"], settings: EvalConfig
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """The first questions with the answers of each model as they are compared, and whether they are right."""
     return [
         {
@@ -152,9 +152,17 @@ def scoring_batch_size(config: RunConfig, run: RunDir) -> int:
 class Measured:
     """What one model did."""
 
-    scores: dict[str, Any]  # loss and answer metrics, as eval.<split>.json has them
+    scores: dict[str, object]  # loss and answer metrics, as eval.<split>.json has them
     answers: list[Answer]
     judged: list[Scores]  # of each answer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Answers to held-out rows before and after training."""
+
+    scores: dict[str, dict[str, object]]  # by "before" and "after": the answer metrics, and the split
+    samples: list[dict[str, object]]  # as `samples_of` gives them, by the same names
 
 
 def evaluate_run(
@@ -264,12 +272,10 @@ def _write_answers(
 
 def before_after(
     config: RunConfig, run: RunDir, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
-) -> dict[str, Any] | None:
+) -> Comparison | None:
     """Compares generated answers before and after training, on at most eval.limit rows of test (else val).
 
-    Returns:
-        {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after", "right":
-        {"before", "after"}}]}; None if no held-out row has an answer.
+    None if no held-out row has an answer.
     """
     split, asked = closing_questions(config, data, tokenizer)
     if not asked:
@@ -282,5 +288,5 @@ def before_after(
 
     found = of_each_model(config, finished_weights(config, run), measure).values()
     when = dict(zip(("before", "after"), found, strict=True))
-    samples = samples_of(asked, when, config.eval)
-    return {**{name: one.scores for name, one in when.items()}, "samples": samples}
+    scores = {name: one.scores for name, one in when.items()}
+    return Comparison(scores, samples_of(asked, when, config.eval))

@@ -28,18 +28,18 @@ def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | Non
             from sft_play.train.ranks import process_group
 
             with process_group(job):
-                return probe_here(job)
-        launch_ranks(job, flags=["--probe"])
+                probe_here(job)
+        else:
+            launch_ranks(job, flags=["--probe"])
         return read_json(job.run.probe)
 
 
-def probe_here(job: Job) -> dict[str, Any]:
-    """Probes in this process; the main rank also writes the result into the run directory."""
+def probe_here(job: Job) -> None:
+    """Probes in this process; the main rank writes the result into the run directory."""
     with importing_libraries():
         from sft_play.train.run import settled_session
 
     session, probed = settled_session(job)
-    result = {"plan": session.job.plan.to_json(), "probe": asdict(probed) if probed else None}
     if job.ranks.is_main:
-        job.run.write_json(job.run.probe, result)
-    return result
+        result = asdict(probed) if probed else None
+        job.run.write_json(job.run.probe, {"plan": session.job.plan.to_json(), "probe": result})

@@ -4,11 +4,10 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 -> closing screen
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sft_play.builtin.demo import materialise
 from sft_play.commands.judges import require_given
@@ -237,10 +236,10 @@ def launch_ranks(job: Job, link: Link | None = None, *, flags: Sequence[str] = (
     launch(job.plan, arguments, run=job.run, nodes=nodes, link=link)
 
 
-def compare(job: Job) -> dict[str, Any] | None:
-    """Generates answers to held-out rows before and after training; also adds them to summary.json."""
+def compare(job: Job) -> list[dict[str, object]]:
+    """Adds answers to held-out rows before and after training to summary.json; returns those to be shown."""
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
-        return None
+        return []
     from sft_play.commands.evaluate import before_after
     from sft_play.train.recovery import is_out_of_memory
 
@@ -250,24 +249,24 @@ def compare(job: Job) -> dict[str, Any] | None:
         if not isinstance(error, DoesNotFitError) and not is_out_of_memory(error):
             raise
         warn("no answers are compared: the model does not fit on one device")
-        return None
+        return []
     if comparison is None:  # no row ends in an answer
-        return None
-    scores = read_json(job.run.summary).get("eval") or {}
-    merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
-    update_summary(job.run, eval=merged, samples=comparison["samples"])
+        return []
+    losses = read_json(job.run.summary).get("eval") or {}
+    merged = {when: {**(losses.get(when) or {}), **found} for when, found in comparison.scores.items()}
+    update_summary(job.run, eval=merged, samples=comparison.samples)
     if "tensorboard" in job.config.train.report_to:
         from sft_play.train.trackers import show_answers
 
         steps = read_json(job.run.summary).get("optimizer_steps") or 0
         try:
-            show_answers(job.run, steps, comparison["samples"], comparison)
+            show_answers(job.run, steps, comparison.samples, comparison.scores)
         except OSError as error:
             warn(f"the sample answers are not in TensorBoard: {error.strerror}")
-    return comparison
+    return comparison.samples
 
 
-def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
+def close(job: Job, samples: Sequence[Mapping[str, object]] = ()) -> None:
     """Ends a run that is done, and says so in its summary: model card, report, closing screen."""
     run = job.run
     whole = job.config.tuning.mode == "full"
@@ -279,4 +278,4 @@ def close(job: Job, comparison: dict[str, Any] | None = None) -> None:
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
     targets = ("infer", "eval", "export" if whole else "merge")
     commands = [make_command(target, RUN=run.typed) for target in targets]
-    console().print(closing_screen(summary, comparison, places | reports, commands))
+    console().print(closing_screen(summary, samples, places | reports, commands))

@@ -30,18 +30,16 @@ NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 
 def closing_screen(
     summary: Mapping[str, Any],
-    comparison: Mapping[str, Any] | None,
+    samples: Sequence[Mapping[str, object]],
     places: Mapping[str, Any],
     next_commands: Sequence[str],
 ) -> RenderableType:
-    """The report at the end of a training run, from summary.json with the losses before and after.
+    """The report at the end of a training run, from summary.json with the scores before and after.
 
-    `comparison` is {"before": {...}, "after": {...}, "samples": [...]} of answers, if there are any; `places`
-    are the paths of the outputs by name.
+    `samples` are answers before and after, if there are any; `places` are the paths of the outputs by name.
     """
-    losses, answers = summary.get("eval") or {}, comparison or {}
-    before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
-    after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
+    scores = summary.get("eval") or {}
+    before, after = (with_perplexity(scores.get(when) or {}) for when in ("before", "after"))
     blocks: list[RenderableType] = [NamedValues([*run_values(summary), *told_to_servers(summary)])]
     if before or after:
         name = "held-out rows"
@@ -50,8 +48,8 @@ def closing_screen(
         table = on_screen(metric_table({"before": before, "after": after}, name))
         table.columns[2].style = "bold"
         blocks.append(Group(table, unfinished_note(after)) if after.get("unfinished_answers") else table)
-    if answers.get("samples"):
-        blocks.append(samples_table(answers["samples"]))
+    if samples:
+        blocks.append(samples_table(samples))
     title = Text(str(summary.get("status", MISSING)), style="bold")
     title += Text(f": trained for {training_time(summary)}" if summary.get("training_seconds") else "")
     return Group(Rule(title, align="left"), apart(*blocks, ending(places, next_commands)))

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerState
 
@@ -41,8 +40,8 @@ OF_STEPS = ("tokens_per_second", "training_seconds", "start_seconds", "mfu", "da
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Trains on this process's device, together with the other ranks if there are any; returns the summary.
+def train(job: Job) -> None:
+    """Trains on this process's device, together with the other ranks if there are any.
 
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
@@ -65,7 +64,7 @@ def train(job: Job) -> dict[str, Any]:
             stopped, metered = run_steps(session, checkpoint)
         remember_speed(session)
         saved = None if stopped else save(session)  # it has its checkpoint instead
-    return summarise(session, probed, metered, saved)
+    summarise(session, probed, metered, saved)
 
 
 def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
@@ -180,7 +179,7 @@ def measured_ram(session: Session) -> int | None:
 
 def summarise(
     session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, saved: Saved | None
-) -> dict[str, Any]:
+) -> None:
     """Writes summary.json on the main rank; nothing is saved if a signal stopped the run.
 
     Raises:
@@ -192,7 +191,7 @@ def summarise(
     if not stopped:
         remember_memory(session, of_whole)
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    summary: dict[str, Any] = {
+    summary: dict[str, object] = {
         "status": "interrupted" if stopped else "trained",  # what comes after it decides (commands/train.py)
         "error": None,  # of an earlier attempt
         "device": plan.device,
@@ -230,10 +229,9 @@ def summarise(
         "weights_step": None if stopped else best_step(state),
     }
     if job.ranks.is_main:
-        summary = update_summary(job.run, **summary)
+        update_summary(job.run, **summary)
     if stopped:
         raise Interrupted(
             f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; "
             f"continue with: {job.resume_command}"
         )
-    return summary

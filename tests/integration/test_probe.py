@@ -105,7 +105,8 @@ def test_a_run_with_a_probe_is_the_run_without_one_bit_for_bit(tiny_model, tmp_p
             tiny_model, tmp_path, f"probe-{probe}", batch_size=4, probe=probe, weight_decay=0.1, **settings
         )
         torch.manual_seed(5)
-        summary = train(job)
+        train(job)
+        summary = read_json(job.run.summary)
         assert (summary["measured_peak_bytes"] is not None) == probe
         folder = job.run.model if settings["mode"] == "full" else job.run.adapter
         weights.append(load_file(next(folder.glob("*.safetensors"))))
@@ -127,7 +128,8 @@ def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, 
     settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False)
     job, whole = overconfident(make_job(tiny_model, tmp_path, "wrong", **settings), 0.6)
     assert job.plan.rows.most_tokens == whole.plan.rows.most_tokens  # the record promised that it fits
-    summary = train(job)
+    train(job)
+    summary = read_json(job.run.summary)
     assert summary["micro_batch_tokens"] < job.plan.rows.most_tokens
     assert summary["effective_batch_size"] == job.plan.batch.effective == 16
     assert summary["measured_peak_bytes"] <= job.plan.memory.budget_bytes
@@ -169,7 +171,8 @@ def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
     speeds = []
     for steps in (3, 8):
         job = make_job(tiny_model, tmp_path, f"{steps}-steps", rows=ROWS, max_steps=steps)
-        summary = train(job)
+        train(job)
+        summary = read_json(job.run.summary)
         speeds.append(read_speed(speed_file(job)).latest)
     assert speeds[0] is None and speeds[1].is_like(Timing.of(job.plan, None, 1.0))
     assert speeds[1].seconds_per_token == pytest.approx(1 / summary["tokens_per_second"])

@@ -93,7 +93,8 @@ def test_a_whole_model_and_its_checkpoints_stop_where_the_chat_template_ends_an_
 @pytest.mark.thorough
 def test_what_a_server_of_an_adapter_must_be_told_is_in_the_summary(base, tmp_path):
     job = make_job(base, tmp_path, "lora", max_steps=1)
-    summary = train(job)
+    train(job)
+    summary = read_json(job.run.summary)
     assert summary["stop_tokens"] == {END: job.tokenizer.convert_tokens_to_ids(END)}
     assert summary["saved"] is None
 
@@ -101,7 +102,8 @@ def test_what_a_server_of_an_adapter_must_be_told_is_in_the_summary(base, tmp_pa
 @pytest.mark.thorough
 def test_the_type_of_the_config_is_taken_unless_a_weight_overflows_it(base, tmp_path):
     kept = make_job(base, tmp_path, "kept", output_dtype="float32", **FULL)
-    assert train(kept)["saved"] == {"dtype": "float32", "asked": "float32", "of_base": False}
+    train(kept)
+    assert read_json(kept.run.summary)["saved"] == {"dtype": "float32", "asked": "float32", "of_base": False}
     assert {weight.dtype for weight in weights_of(kept.run.model).values()} == {torch.float32}
     assert read_json(kept.run.summary)["eval"]["after"]["loss"] == losses(kept)[1][-1]
     large = shutil.copytree(base, tmp_path / "large")
@@ -109,7 +111,12 @@ def test_the_type_of_the_config_is_taken_unless_a_weight_overflows_it(base, tmp_
     weights["model.embed_tokens.weight"][2] = 1e5  # of <unk>, which no row has
     save_file(weights, large / "model.safetensors", metadata={"format": "pt"})
     overflowing = make_job(large, tmp_path, "overflowing", output_dtype="float16", **FULL)
-    assert train(overflowing)["saved"] == {"dtype": "float32", "asked": "float16", "of_base": False}
+    train(overflowing)
+    assert read_json(overflowing.run.summary)["saved"] == {
+        "dtype": "float32",
+        "asked": "float16",
+        "of_base": False,
+    }
     saved = weights_of(overflowing.run.model)
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
     assert all(weight.isfinite().all() for weight in saved.values())

@@ -57,10 +57,10 @@ def test_answers_before_and_after_are_compared_and_have_small_copies_of_their_pi
     run, config, _ = finished
     loaded = load_data(config, progress=False)
     found = before_after(config, run, loaded.rows, loaded.tokenizer)
-    assert found["before"]["answered_rows"] == found["after"]["answered_rows"] == len(SIZES) + 2
-    assert found["after"]["exact_match"] is not None
-    assert [one["prompt"] for one in found["samples"]][:2] == ["<image>what is 0?", "<image>what is 1?"]
-    (shown,) = found["samples"][1]["images"]
+    assert found.scores["before"]["answered_rows"] == found.scores["after"]["answered_rows"] == len(SIZES) + 2
+    assert found.scores["after"]["exact_match"] is not None
+    assert [one["prompt"] for one in found.samples][:2] == ["<image>what is 0?", "<image>what is 1?"]
+    (shown,) = found.samples[1]["images"]
     assert THUMBNAIL.fullmatch(shown) and len(shown) < 4096
     small = Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2])))
     assert (small.format, small.size) == ("JPEG", SIZES[1][::-1])

@@ -255,13 +255,13 @@ def compare(finished):
 
 def test_answers_before_and_after_training_differ_as_the_training_did(finished):
     result = compare(finished)
-    assert result["before"]["exact_match"] == 0.0
-    assert result["after"]["exact_match"] == 1.0
-    assert result["after"]["split"] == "test"
-    assert result["before"]["answered_rows"] == ROWS
+    assert result.scores["before"]["exact_match"] == 0.0
+    assert result.scores["after"]["exact_match"] == 1.0
+    assert result.scores["after"]["split"] == "test"
+    assert result.scores["before"]["answered_rows"] == ROWS
     rows = question_rows()
-    assert [sample["prompt"] for sample in result["samples"]] == [row["question"] for row in rows[:2]]
-    for sample, row in zip(result["samples"], rows, strict=False):
+    assert [sample["prompt"] for sample in result.samples] == [row["question"] for row in rows[:2]]
+    for sample, row in zip(result.samples, rows, strict=False):
         assert sample["reference"] == sample["after"] == row["answer"]
         assert sample["before"] != row["answer"]
 
@@ -269,10 +269,8 @@ def test_answers_before_and_after_training_differ_as_the_training_did(finished):
 @pytest.mark.thorough
 def test_before_full_fine_tuning_means_the_untouched_base(finished, finished_full):
     lora, full = compare(finished), compare(finished_full)
-    assert [sample["before"] for sample in full["samples"][:2]] == [
-        sample["before"] for sample in lora["samples"]
-    ]
-    assert full["after"]["exact_match"] == 1.0
+    assert [sample["before"] for sample in full.samples[:2]] == [sample["before"] for sample in lora.samples]
+    assert full.scores["after"]["exact_match"] == 1.0
 
 
 @pytest.mark.thorough

@@ -44,7 +44,7 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
     monkeypatch.setattr("sft_play.commands.evaluate.before_after", runs_out)
     with opened_job(resolved(), 1) as job:
         pass
-    assert compare(job) is None
+    assert compare(job) == []
     assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out
 
 

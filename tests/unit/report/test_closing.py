@@ -34,9 +34,9 @@ def shown(renderable, width=110):
     return console.file.getvalue()
 
 
-def lines_of(summary, comparison=None):
+def lines_of(summary):
     """What is on the screen, with single spaces."""
-    text = shown(closing_screen(summary, comparison, {}, []))
+    text = shown(closing_screen(summary, [], {}, []))
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
@@ -67,10 +67,9 @@ def test_a_gpu_has_reserved_bytes_and_the_process_beside_what_was_predicted():
 
 
 def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command():
-    comparison = {**ANSWERED, "samples": SAMPLES}
-    text = shown(
-        closing_screen(SUMMARY, comparison, {"adapter": "runs/demo/adapter"}, ["make infer", "make merge"])
-    )
+    scores = {when: SUMMARY["eval"][when] | ANSWERED[when] for when in ("before", "after")}
+    places = {"adapter": "runs/demo/adapter"}
+    text = shown(closing_screen(SUMMARY | {"eval": scores}, SAMPLES, places, ["make infer", "make merge"]))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("done: trained for 1 min 40 s") for line in lines)
     assert "plan micro-batch 4 x accumulation 3 x 2 processes = 24 sequences" in lines
@@ -113,25 +112,25 @@ def test_closing_screen_says_in_which_type_a_whole_model_was_saved(saved, line):
     summary = SUMMARY | {"saved": dict(zip(("dtype", "asked", "of_base"), saved, strict=True))}
     lines = lines_of(summary)
     assert line in lines
-    assert "weights saved" not in shown(closing_screen(SUMMARY | {"saved": None}, None, {}, []))
+    assert "weights saved" not in shown(closing_screen(SUMMARY | {"saved": None}, [], {}, []))
 
 
 def test_closing_screen_says_what_a_server_of_an_adapter_must_be_told():
     summary = SUMMARY | {"stop_tokens": {"<|im_end|>": 7}}
-    text = " ".join(shown(closing_screen(summary, None, {}, [])).split())
+    text = " ".join(shown(closing_screen(summary, [], {}, [])).split())
     assert "to serve it tell the server to stop at <|im_end|> (token 7): the base does not" in text
-    assert "to serve it" not in shown(closing_screen(SUMMARY | {"stop_tokens": {}}, None, {}, []))
+    assert "to serve it" not in shown(closing_screen(SUMMARY | {"stop_tokens": {}}, [], {}, []))
 
 
 def test_closing_screen_without_generated_answers_still_shows_the_loss():
-    text = shown(closing_screen(SUMMARY, None, {}, []))
+    text = shown(closing_screen(SUMMARY, [], {}, []))
     assert "perplexity" in text
     assert "exact match" not in text
 
 
 def test_closing_screen_of_a_run_without_validation_rows_says_what_it_has():
     text = shown(
-        closing_screen({"status": "done", "eval": {"before": None, "after": None}}, None, {}, ["make infer"])
+        closing_screen({"status": "done", "eval": {"before": None, "after": None}}, [], {}, ["make infer"])
     )
     assert "held-out" not in text
     assert "n/a" in text
@@ -147,6 +146,6 @@ def test_a_resumed_run_says_of_which_steps_its_time_is():
 
 def test_answers_that_should_call_tools_are_counted_and_have_a_score():
     before = {"answered_rows": 12, "split": "val", "tool_calls": 0.0, "tool_calls_rows": 6}
-    lines = lines_of(SUMMARY, {"before": before, "after": before | {"tool_calls": 0.5}})
+    lines = lines_of(SUMMARY | {"eval": {"before": before, "after": before | {"tool_calls": 0.5}}})
     assert "held-out rows (12 answers on val, 6 of which should call tools) before after" in lines
     assert "tool calls right 0.0% 50.0%" in lines
