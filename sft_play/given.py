@@ -145,7 +145,7 @@ def _lines(rows: Iterable[Any], *, one_format: bool) -> Iterator[bytes]:
             raise ConfigError(f"data: row {number} cannot be written as JSON: {error}") from None
 
 
-def _require_rows(data: Any) -> None:
+def _require_rows(data: object) -> None:
     """Refuses what is no list and no dataset, or is empty."""
     is_dataset = type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features")
     if isinstance(data, Mapping):

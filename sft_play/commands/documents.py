@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from sft_play.commands.output import require_own_file
 from sft_play.data.folders import TEXT_SUFFIXES, files_below
@@ -84,7 +83,7 @@ def _require_libraries(suffixes: set[str]) -> None:
         )
 
 
-def _rows(folder: Path, files: list[Path], done: Conversion) -> Iterator[dict[str, Any]]:
+def _rows(folder: Path, files: list[Path], done: Conversion) -> Iterator[dict[str, str]]:
     readers: dict[str, Callable[[Path], str]] = {".docx": _docx_text, ".pdf": _pdf_text}
     for file in files:
         name = str(file.relative_to(folder))

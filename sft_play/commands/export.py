@@ -2,8 +2,9 @@
 
 import importlib.util
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play.commands.merge import MERGE_INFO, digest, merge
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
@@ -30,7 +31,23 @@ EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it
 MODELFILE = "Modelfile"
 
 
-def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: str = "auto") -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What a folder holds, as its export.json says."""
+
+    format: str = "gguf"
+    dtype: str
+    tensors: Mapping[str, int]  # how many of each type
+    source: str  # folder of the model
+    template: bool  # whether the Modelfile has it
+    system_left_out: bool  # of the Modelfile
+    adds_bos: bool
+    bos_of_texts: str | None  # what only texts begin with, which the file cannot say beside what chats do
+
+
+def export(
+    config: RunConfig, run: RunDir, output: Path | None = None, dtype: str = "auto"
+) -> dict[str, object]:
     """Writes `<run>/gguf/`: the merged model as a GGUF file, and a Modelfile for Ollama.
 
     Merges the adapter first, unless `make merge` has done it. An earlier export is overwritten once the new
@@ -59,9 +76,11 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
         wanted = dtype if dtype != "auto" else SHORT_NAMES[str(merged_config.dtype).removeprefix("torch.")]
         adds_bos = beginning(tokenizer).added(only_text=_only_text(config.data))
         source = Source(folder, merged_config, tokenizer, config.output.name, adds_bos)
-        result = _write_folder(config, run, source, output, wanted)
-    _report(config.output.name, output, result)
-    return {"output": str(output), **result}
+        file = output / f"{config.output.name}-{wanted.upper()}.gguf"
+        exported = _write_folder(config, run, source, file, wanted)
+    size = file.stat().st_size
+    _report(config.output.name, file, size, exported)
+    return {"output": str(output), **vars(exported), "file": file.name, "bytes": size}
 
 
 def _only_text(data: DataConfig) -> bool:
@@ -77,56 +96,51 @@ def _merged(config: RunConfig, run: RunDir) -> Path:
     return folder
 
 
-def _write_folder(
-    config: RunConfig, run: RunDir, source: Source, output: Path, wanted: str
-) -> dict[str, Any]:
-    require_space(output, file_bytes(source, wanted), "the GGUF file")
-    name = f"{config.output.name}-{wanted.upper()}.gguf"
+def _write_folder(config: RunConfig, run: RunDir, source: Source, file: Path, wanted: str) -> Exported:
+    require_space(file.parent, file_bytes(source, wanted), "the GGUF file")
     tokenizer = source.tokenizer
     template, system = ollama.template_in_go(tokenizer, adds_bos=source.adds_bos), config.data.system_prompt
     stops = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
     texts = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(stops)]
-    # what only texts begin with, which the file cannot say beside what chats begin with
     bos = tokenizer.bos_token if beginning(tokenizer).of_text and not source.adds_bos else None
     writable = system if system and '"""' not in system else None
-    with replacing_output(output) as folder:
-        counts = write(folder / name, source, wanted)
-        text = ollama.modelfile(name, template, texts, writable)
+    with replacing_output(file.parent) as folder:
+        counts = write(folder / file.name, source, wanted)
+        text = ollama.modelfile(file.name, template, texts, writable)
         (folder / MODELFILE).write_text(text, encoding="utf-8")
-        info = {
-            "format": "gguf",
-            "dtype": wanted,
-            "tensors": counts,
-            "source": str(source.folder),
-            "template": template is not None,
-            "system_left_out": system != writable,
-            "adds_bos": source.adds_bos,
-            "bos_of_texts": bos,
-        }
-        run.write_json(folder / EXPORT_INFO, info)
-    return {**info, "file": name, "bytes": (output / name).stat().st_size}
+        exported = Exported(
+            dtype=wanted,
+            tensors=counts,
+            source=str(source.folder),
+            template=template is not None,
+            system_left_out=system != writable,
+            adds_bos=source.adds_bos,
+            bos_of_texts=bos,
+        )
+        run.write_json(folder / EXPORT_INFO, vars(exported))
+    return exported
 
 
-def _report(name: str, output: Path, result: dict[str, Any]) -> None:
-    say, modelfile = console().print, output / MODELFILE
-    parts = [f"exported: {result['dtype']}", format_bytes(result["bytes"])]
-    for kind, count in result["tensors"].items():
-        if kind not in (result["dtype"].upper(), "F32"):
+def _report(name: str, file: Path, size: int, exported: Exported) -> None:
+    say, modelfile = console().print, file.with_name(MODELFILE)
+    parts = [f"exported: {exported.dtype}", format_bytes(size)]
+    for kind, count in exported.tensors.items():
+        if kind not in (exported.dtype.upper(), "F32"):
             parts.append(f"{count} matrices in {kind}")
     say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold")
-    if not result["template"]:
+    if not exported.template:
         say(
             f"{modelfile} has no TEMPLATE: SFT-Play writes one for the chat templates plain and chatml only, "
             "and Ollama recognizes only some of those inside GGUF files: compare its prompts",
             style="yellow",
         )
-    if result["system_left_out"]:
+    if exported.system_left_out:
         say(f'{modelfile} has no SYSTEM: data.system_prompt contains """', style="yellow")
-    if bos := result["bos_of_texts"]:
+    if bos := exported.bos_of_texts:
         say(
             f"the file adds no {bos}, because chats did not begin with it in training: add it yourself to a "
             "prompt that is not a chat",
             style="yellow",
         )
     command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"
-    say(ending({"gguf": output / result["file"], "Modelfile": modelfile}, [command]))
+    say(ending({"gguf": file, "Modelfile": modelfile}, [command]))

@@ -53,7 +53,7 @@ class Options:
     chat: bool = False  # put prompts into the chat template of the run
 
 
-def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str, Any]:
+def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str, object]:
     """Runs lm-eval on a finished run; prints a table, and adds the scores to eval-lm.json.
 
     Returns:

@@ -164,7 +164,7 @@ def _as_text(value: object) -> str:
 
 def infer_batch(
     config: RunConfig, run: RunDir, input: Path, output: Path, *, force: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Answers every prompt of a file; when run again after an interruption, answers the remaining ones.
 
     Each line of the output, a JSONL file, is the input row plus `generated` and `row` (its number). Lines are

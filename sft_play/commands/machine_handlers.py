@@ -24,8 +24,8 @@ def memory_check(args: Arguments) -> int:
     from sft_play.report.machine import memory_table
 
     machine = gpus.detect()
-    report = gpus.memory_report(machine)
-    return end(args, report, memory_table(machine, report["left_per_process_bytes"]))
+    table = memory_table(machine, gpus.left_per_process(machine))
+    return end(args, gpus.memory_report(machine), table)
 
 
 @command("device-profile", config=False, as_json=True, prints=True)

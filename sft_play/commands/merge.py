@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from sft_play.model.weights.finished import finished_weights, release_memory, re
 from sft_play.model.weights.merged import merge_when_saved
 from sft_play.report.card import write_card
 from sft_play.report.layout import ending
-from sft_play.report.tables import logits_table
+from sft_play.report.tables import LogitDifference, Tolerance, logits_table
 from sft_play.runlog import RunDir, read_json
 from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
@@ -42,14 +42,6 @@ MERGE_INFO = "merge.json"  # in the merged folder: what was merged; a folder wit
 
 TEST_ROWS = 8  # rows whose logits are compared: 8 x 128 positions over a vocabulary of 262,144 are 1 GiB
 TEST_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Allowed difference between the merged model and the adapter model."""
-
-    mean: float  # mean absolute difference of the logits, relative to their standard deviation
-    top1: float  # share of positions at which both predict the same next token
 
 
 # About ten times the error of rounding the merged weights, to allow for deeper models. Measured on 8 layers
@@ -127,7 +119,7 @@ def merge(
     dtype: str = "auto",
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Merges the adapter of a run into the unquantized base; saves a standalone model with its tokenizer.
 
     Even after QLoRA, the base is loaded in 16 bit and never in 4 bit. An earlier merge in `output` (default:
@@ -174,17 +166,6 @@ def merge(
     return {**info, "output": str(output), "bytes": size, "ram_bytes": ram, "files": files}
 
 
-@dataclass(frozen=True)
-class LogitDifference:
-    """Difference of the logits of two models on the same tokens."""
-
-    max_abs: float
-    mean_abs: float
-    relative_mean: float  # mean_abs relative to the standard deviation of the reference
-    top1: float
-    positions: int
-
-
 def row_logits(model: Any, rows: Sequence[Sequence[int]], pictures: Pictures = NO_PICTURES) -> torch.Tensor:
     """The logits of rows without padding, float32 [positions, vocabulary], on the CPU.
 
@@ -193,9 +174,10 @@ def row_logits(model: Any, rows: Sequence[Sequence[int]], pictures: Pictures = N
     found = []
     for index, row in enumerate(rows):
         ids = torch.tensor([row], device=model.device)
-        seen = pictures.of([index]).inputs(ids, logits_to_keep=TEST_TOKENS)
+        seen = pictures.of([index]).inputs(ids)
+        kept = {"logits_to_keep": TEST_TOKENS} if seen else {}
         with torch.inference_mode():
-            found.append(model(input_ids=ids, **seen).logits[0].float().cpu())
+            found.append(model(input_ids=ids, **seen, **kept).logits[0].float().cpu())
     return torch.cat(found)
 
 
@@ -281,7 +263,7 @@ def failures(measured: dict[str, LogitDifference], tolerance: Tolerance) -> list
     return found
 
 
-def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> dict[str, Any]:
+def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> dict[str, object]:
     """Compares the logits of the merged model with those of the adapter model on validation rows.
 
     The reference is the adapter on the unquantized base, which is what was merged, in the dtype of the merged
@@ -304,14 +286,13 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
             measured = _measure(config, adapter, output, dtype, rows, pictures)
     tolerance = TOLERANCES[dtype]
     failed = failures(measured, tolerance)
-    result = {
+    console().print(logits_table(measured, tolerance, dtype, len(rows), passed=not failed))
+    if failed:
+        raise CheckpointError(f"{output} does not match the adapter model: {'; '.join(failed)}")
+    return {
         "passed": not failed,
         "dtype": dtype,
         "rows": len(rows),
         "tolerance": asdict(tolerance),
         **{name: asdict(difference) for name, difference in measured.items()},
     }
-    console().print(logits_table(result))
-    if failed:
-        raise CheckpointError(f"{output} does not match the adapter model: {'; '.join(failed)}")
-    return result

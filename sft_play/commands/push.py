@@ -3,7 +3,7 @@
 import json
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sft_play.commands.merge import merged_folder
 from sft_play.config.schema import RunConfig
@@ -49,7 +49,7 @@ MESSAGE_CHARACTERS = 300  # of what the Hub answered
 
 def push(
     config: RunConfig, run: RunDir, repository: str, *, part: str = "result", public: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Uploads what was trained ("result"), or what `make merge` wrote ("merged"), in one commit.
 
     The repository, user/name, is made if it does not exist, public or private; an existing one keeps what it

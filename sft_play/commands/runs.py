@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.resolved import read_resolved
 from sft_play.errors import CheckpointError, ConfigError, RunInUseError
@@ -26,11 +25,13 @@ def rows_of(folder: Path) -> list[RunRow]:
     return [run_row(read_sound(path)) for path in runs_in(folder)]
 
 
-def as_json(rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[RunRow]) -> list[dict[str, float | str | None]]:
     """Name, status, note, and what the list of runs in the studio shows, with numbers as they are."""
     return [
-        {"name": row.name, "status": row.status, "note": row.note}
-        | {re.sub(r"\W", "_", cell.column).lower(): _value(cell.order, cell.text) for cell in row.cells}
+        {
+            **{"name": row.name, "status": row.status, "note": row.note},
+            **{re.sub(r"\W", "_", cell.column).lower(): _value(cell.order, cell.text) for cell in row.cells},
+        }
         for row in rows
     ]
 

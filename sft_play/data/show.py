@@ -6,7 +6,7 @@ the model sees it). The first two can be used as training data.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,7 +162,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     conversations = _conversations(open_source(str(rows), "train"), EACH_ROW, None, system_prompt, counts)
 
-    def styled() -> Iterator[dict[str, Any]]:
+    def styled() -> Iterator[dict[str, object]]:
         for row in conversations:
             if not row.messages or row.messages[0] != {"role": "system", "content": system_prompt}:
                 counts["unchanged (plain text, or with a system message of their own)"] += 1
@@ -185,12 +185,12 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
     return counts
 
 
-def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
+def _rendered(chat: Chat, row: Conversation) -> list[dict[str, object]]:
     eos = str(chat.tokenizer.eos_token)
     if row.text is not None:
         text = row.text + (eos if row.ends else "")
         return [{"text": text, "learned": [text], "source": row.source}]
-    rendered = []
+    rendered = list[dict[str, object]]()
     for part in render_rows(chat, [row])[0]:
         text, supervised = part.text, [part.text[start:end] for start, end in part.supervised]
         if part.add_eos:
@@ -222,7 +222,7 @@ def _conversations(
             counts[f"dropped: {converted}"] += 1
 
 
-def write_rows(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) -> None:
+def write_rows(out: Path, rows: Iterable[Mapping[str, object]], counts: Counter[str]) -> None:
     """Writes a JSONL file, which appears whole or not at all; `counts` counts the rows as "written".
 
     Raises:

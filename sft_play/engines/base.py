@@ -181,7 +181,7 @@ class Engine(Traits):
         """The parameters that an optimizer updates, in its order; without accelerate's wrapper."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+    def set_state(self, optimizer: object, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
         """Sets weights and AdamW's state of these parameters, by name; imports torch."""
         from sft_play.engines.state import set_whole
 

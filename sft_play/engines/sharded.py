@@ -27,7 +27,7 @@ class Sharded(Engine):
         """One file for each rank that saved it, in the order of ranks."""
         return by_rank(checkpoint.glob("optimizer_shard_*.safetensors"))
 
-    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+    def save_state(self, optimizer: object, model: Any, checkpoint: Path) -> bool:
         """Each process writes its part."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.torch_half().save_parts(optimizer, names, checkpoint)
@@ -39,7 +39,7 @@ class Sharded(Engine):
 
         return read_shards(self.state_files(checkpoint))
 
-    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+    def set_state(self, optimizer: object, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
         """Each process takes its part."""
         self.torch_half().set_parts(optimizer, parameters, state_of)
 

@@ -41,7 +41,7 @@ class Zero(Engine):
             tree = {**tree, "checkpoint": {"use_node_local_storage": True}}
         return {"deepspeed": tree}
 
-    def let_go(self, model: Any) -> None:
+    def let_go(self, model: object) -> None:
         """Takes off what would keep DeepSpeed's engine alive."""
         if hasattr(model, "destroy"):
             let_go(model)

@@ -132,7 +132,7 @@ class Zero2(Zero):
         """DeepSpeed's own optimizer has one vector for each group in place of the parameters."""
         return [parameter for group in optimizer.bit16_groups for parameter in group]
 
-    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+    def set_state(self, optimizer: object, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
         """DeepSpeed takes this rank's part of each parameter."""
         from sft_play.engines.zero2_state import set_part
 

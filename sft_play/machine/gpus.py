@@ -296,7 +296,7 @@ def freest(machine: Machine, count: int) -> Machine:
     return replace(machine, gpus=tuple(sorted(by_free[:count], key=lambda gpu: gpu.index)))
 
 
-def to_json(machine: Machine) -> dict[str, Any]:
+def to_json(machine: Machine) -> dict[str, object]:
     """The output of `sft-play gpu-info --json`."""
     values = asdict(machine)
     for gpu, entry in zip(machine.gpus, values["gpus"], strict=True):
@@ -304,17 +304,21 @@ def to_json(machine: Machine) -> dict[str, Any]:
     return values
 
 
-def memory_report(machine: Machine) -> dict[str, Any]:
+def left_per_process(machine: Machine) -> int | None:
+    """Bytes of memory that a process of a run may take: of the fullest GPU, or of RAM; None if unknown."""
+    if not machine.gpus:
+        return machine.host.ram_free_bytes
+    known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    return min(known) if len(known) == len(machine.gpus) else None
+
+
+def memory_report(machine: Machine) -> dict[str, object]:
     """The output of `sft-play memory-check --json`: free, used and total memory, and by whom it is used."""
-    left = machine.host.ram_free_bytes
-    if machine.gpus:
-        known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
-        left = min(known) if len(known) == len(machine.gpus) else None
     return {
         "gpus": [_gpu_report(gpu) for gpu in machine.gpus],
         "ram_total_bytes": machine.host.ram_total_bytes,
         "ram_free_bytes": machine.host.ram_free_bytes,
-        "left_per_process_bytes": left,
+        "left_per_process_bytes": left_per_process(machine),
     }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -258,22 +259,41 @@ def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
 COMPARED = {"merged": "merged model", "base": "base model", "adapter_on_4bit": "adapter on 4-bit base (info)"}
 
 
-def logits_table(result: Mapping[str, Any]) -> RenderableType:
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed difference between the merged model and the adapter model."""
+
+    mean: float  # mean absolute difference of the logits, relative to their standard deviation
+    top1: float  # share of positions at which both predict the same next token
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """Difference of the logits of two models on the same tokens."""
+
+    max_abs: float
+    mean_abs: float
+    relative_mean: float  # mean_abs relative to the standard deviation of the reference
+    top1: float
+    positions: int
+
+
+def logits_table(
+    measured: Mapping[str, LogitDifference], tolerance: Tolerance, dtype: str, rows: int, *, passed: bool
+) -> RenderableType:
     """The result of `make merge-test`: differences from the logits of the adapter on the unquantized base.
 
     "mean / std" is the mean difference relative to the standard deviation of the logits.
     """
     table = on_screen(Table(("logit difference", "max", "mean", "mean / std", "same top-1"), []))
     for key, label in COMPARED.items():
-        if row := result.get(key):
-            differences = (f"{row[name]:.1e}" for name in ("max_abs", "mean_abs", "relative_mean"))
-            table.add_row(label, *differences, _percent(row["top1"]))
-    mean, top1 = result["tolerance"]["mean"], result["tolerance"]["top1"]
-    allowed = ("", "", f"{mean:.1e}", f">= {_percent(top1)}")
-    table.add_row(f"tolerance for {result['dtype']}", *allowed, style="dim")
-    verdict = Text("passed", style="bold green") if result["passed"] else Text("failed", style="bold red")
-    positions = result["merged"]["positions"]
-    compared = f"{counted(result['rows'], 'row')}, {counted(positions, 'position')}"
+        if found := measured.get(key):
+            differences = (f"{size:.1e}" for size in (found.max_abs, found.mean_abs, found.relative_mean))
+            table.add_row(label, *differences, _percent(found.top1))
+    allowed = ("", "", f"{tolerance.mean:.1e}", f">= {_percent(tolerance.top1)}")
+    table.add_row(f"tolerance for {dtype}", *allowed, style="dim")
+    verdict = Text("passed", style="bold green") if passed else Text("failed", style="bold red")
+    compared = f"{counted(rows, 'row')}, {counted(measured['merged'].positions, 'position')}"
     return Group(table, verdict + Text(f": compared with the adapter on the unquantized base, {compared}"))
 
 

@@ -40,7 +40,7 @@ class Conversation:
     begins: bool = True  # of plain text: whether it is the beginning of a document, not a later section
     ends: bool = True  # of plain text: whether the document ends with it
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> dict[str, object]:
         """The row in the messages format (text or prompt/completion where needed), for a JSONL file."""
         if self.text is not None:
             return {"text": self.text}
@@ -48,7 +48,7 @@ class Conversation:
             {**message, "train": False} if index in self.untrained else message
             for index, message in enumerate(map(as_written, self.messages))
         ]
-        row: dict[str, Any] = {"messages": messages}
+        row: dict[str, object] = {"messages": messages}
         if self.context:
             row = {"prompt": messages[: self.context], "completion": messages[self.context :]}
         return {**row, "tools": self.tools} if self.tools else row

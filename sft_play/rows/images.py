@@ -37,7 +37,7 @@ def references(value: object, key: str) -> list[Reference]:
     return [_reference(value, key)]
 
 
-def _reference(value: Any, key: str) -> Reference:
+def _reference(value: object, key: str) -> Reference:
     found = value
     while isinstance(found, dict):
         found = next((found[name] for name in NAMES if found.get(name)), None)

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import LoraSettings, RunConfig
@@ -326,7 +325,7 @@ class StepSpec:
             evaluated: a batch of its evaluation; default one as the micro-batch.
         """
         shared, engine = plan.sharing, engine_of(plan.sharing.engine)
-        several = plan.batch.accumulation > 1
+        several, joined = plan.batch.accumulation > 1, plan.rows.joined
         later = several and not (micro and micro.first)
         waits = several and engine.shards_weights and (shared.defers_exchange or shared.replicated)
         early = engine.makes_gradients_early and not (several and engine.keeps_gradients)
@@ -348,13 +347,22 @@ class StepSpec:
             compiled=plan.compile
             and shared.world_size == 1
             and not config.train.float8
-            and (plan.device == "cpu" or (plan.rows.joined and plan.kernels == "own")),
+            and (plan.device == "cpu" or (joined and plan.kernels == "own")),
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),
             regathers=engine.regathers,
             exchanges=not (waits and micro and (micro.first or not micro.last)),
-            **_batches(plan, micro, evaluated),
+            batch=micro.batch if micro else _largest(plan),
+            supervised_share=_share(micro) if micro else _supervised_share(plan),
+            lengths=micro.lengths if micro else (),
+            fits=micro.fits if micro else (),
+            eval_batch=evaluated.batch if evaluated else None,
+            eval_share=_share(evaluated) if evaluated else None,
+            eval_lengths=evaluated.lengths if evaluated else (),
+            eval_fits=evaluated.fits if evaluated else (),
+            longest=plan.rows.max_seq_len if joined else None,
+            sequence_tokens=(plan.rows.sequence_tokens or None) if joined and plan.device == "cuda" else None,
         )
         if engine.casts_model and plan.precision.autocast in AUTOCAST:
             cast = Precision(dtype=AUTOCAST[plan.precision.autocast])
@@ -374,26 +382,6 @@ def _largest(plan: Plan) -> Batch:
     if plan.rows.joined:
         return JoinedRows(part_of(plan.rows.most_tokens, plan.sharing.sequence_ranks))
     return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.rows.max_seq_len))
-
-
-def _batches(plan: Plan, micro: MicroBatch | None, evaluated: MicroBatch | None) -> dict[str, Any]:
-    """The batches of a step, and the lengths of the sequences that are joined."""
-    found: dict[str, Any] = dict(batch=_largest(plan), supervised_share=_supervised_share(plan))
-    if micro:
-        found = dict(
-            batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths, fits=micro.fits
-        )
-    if evaluated:
-        found |= dict(
-            eval_batch=evaluated.batch,
-            eval_share=_share(evaluated),
-            eval_lengths=evaluated.lengths,
-            eval_fits=evaluated.fits,
-        )
-    if not plan.rows.joined:
-        return found
-    average = plan.rows.sequence_tokens or None if plan.device == "cuda" else None
-    return found | dict(longest=plan.rows.max_seq_len, sequence_tokens=average)
 
 
 def _share(micro: MicroBatch) -> float:

@@ -140,8 +140,7 @@ class Studio:
     def _plan(self, request: Request) -> Response:
         # Only a page of this server, or an address that was typed, makes this machine work.
         own = request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
-        page, template, more = explore(request.args, self._planner, may_start=own)
-        return _html(render(page, template, here="/plan", **more))
+        return _html(explore(request.args, self._planner, may_start=own))
 
     def _version(self, name: str) -> Version:
         version = self._folder.version(name)

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import partial
 
 from werkzeug.exceptions import BadRequest, Forbidden
 
 from sft_play.config.methods import METHODS
 from sft_play.machine.catalogue import known_gpus
 from sft_play.model.architecture.published import published_models
-from sft_play.report.html import Page
+from sft_play.report.html import Page, render
 from sft_play.report.plan_page import TEMPLATE, Field, gpus_page, plan_page, question_page
 from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting
 from sft_play.units import counted, format_duration
@@ -29,10 +29,8 @@ EACH_GPU = "each common GPU"
 NO_METHOD = "Each method is planned for each common GPU alone; choose one of them for this GPU."
 
 
-def explore(
-    chosen: Mapping[str, str], planner: Planner, *, may_start: bool
-) -> tuple[Page, str, dict[str, Any]]:
-    """The page for what was chosen in the form, its template, and what the template takes.
+def explore(chosen: Mapping[str, str], planner: Planner, *, may_start: bool) -> str:
+    """The page for what was chosen in the form, as HTML.
 
     Raises:
         BadRequest: a choice is not one of the form's.
@@ -49,11 +47,11 @@ def explore(
     titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
     fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]
     fields += [Field(name, title, (), values[name]) for name, title in NUMBERS.items()]
-    more: dict[str, Any] = {"fields": fields, "problem": "", "seconds": 0}
+    shown = partial(render, template=TEMPLATE, here="/plan", fields=fields, problem="", seconds=0)
     if not chosen:
-        return question_page(), TEMPLATE, more
+        return shown(question_page())
     if values["gpu"] and not values["method"]:
-        return question_page(), TEMPLATE, more | {"problem": NO_METHOD}
+        return shown(question_page(), problem=NO_METHOD)
     question = Question(
         model=values["model"],
         gpu=values["gpu"] or None,
@@ -66,13 +64,12 @@ def explore(
     try:
         found = planner.ask(question)
     except Busy:
-        return question_page("Too many plans are waiting; try again later."), TEMPLATE, more
+        return shown(question_page("Too many plans are waiting; try again later."))
     if isinstance(found, Waiting):
-        return question_page(_waiting(found)), TEMPLATE, more | {"seconds": ASKED_S}
+        return shown(question_page(_waiting(found)), seconds=ASKED_S)
     if found.problem:
-        problem = f"{found.problem}\n\nThe same in a shell: {question.command}"
-        return question_page(), TEMPLATE, more | {"problem": problem}
-    return _answered(found, question), TEMPLATE, more
+        return shown(question_page(), problem=f"{found.problem}\n\nThe same in a shell: {question.command}")
+    return shown(_answered(found, question))
 
 
 def _meant(typed: str, models: Iterable[str]) -> str:

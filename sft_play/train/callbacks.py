@@ -239,7 +239,7 @@ class EarlyStopping(EarlyStoppingCallback):
     """Early stopping for which an evaluation whose loss is NaN or infinite did not happen."""
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         """Counts the evaluation, and requests the end of the run if the patience is used up."""
         if math.isfinite(metrics["eval_loss"]):

@@ -263,7 +263,7 @@ def _tensors(device: torch.device, processes: int) -> tuple[torch.Tensor, torch.
         return None
 
 
-def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: object) -> None:
     distributed.reduce_scatter_tensor(part, whole, group=group)
 
 
@@ -282,7 +282,7 @@ def _curve(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any)
     return Curve(SIZES[: len(seconds)], tuple(seconds))
 
 
-def _least(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any) -> float:
+def _least(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: object) -> float:
     """Seconds of the fastest of several runs after the first, which connects the processes; [n] each."""
     times = []
     for _ in range(1 + RUNS):

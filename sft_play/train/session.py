@@ -272,8 +272,17 @@ def sft_config(
     """The arguments of the trainer; without validation rows, there is no evaluation."""
     gradient_bytes = trained_parameters * StepSpec.of(config, plan).trained_element_bytes
     evaluate, save = intervals(config, plan, validation_rows)
+    train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
     return Arguments(
-        **_optimization(config, plan),
+        learning_rate=plan.schedule.learning_rate,
+        # a schedule-free optimizer does the warmup itself
+        lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
+        warmup_steps=warmup_steps(train.warmup_ratio, plan.schedule.total_steps),
+        lr_scheduler_kwargs=schedule_settings(train, plan.schedule.total_steps),
+        optim=optimizer.trainer,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        router_aux_loss_coef=train.router_aux_loss_coef,
         eval_strategy="steps" if validation_rows else "no",
         eval_steps=evaluate,
         eval_on_start=validation_rows > 0,
@@ -305,12 +314,12 @@ def sft_config(
         ddp_bucket_cap_mb=bucket_mib(gradient_bytes),
         ddp_timeout=config.parallel.timeout_s,
         use_cpu=plan.device == "cpu",
-        logging_steps=config.train.logging_steps,
+        logging_steps=train.logging_steps,
         logging_nan_inf_filter=False,  # never hide a NaN
         report_to="none",  # train/trackers.py adds the callbacks
         run_name=config.output.name,
-        seed=config.train.seed,
-        data_seed=config.train.seed,
+        seed=train.seed,
+        data_seed=train.seed,
         disable_tqdm=True,
         **engine_of(plan.sharing.engine).trainer_arguments(
             config, plan, trained_parameters=trained_parameters, shared=run.shared
@@ -332,18 +341,3 @@ def schedule_settings(train: TrainConfig, total_steps: int) -> dict[str, int | s
         "num_decay_steps": min(math.ceil(train.decay_ratio * total_steps), after_warmup),
         "decay_type": "linear",
     }
-
-
-def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    train, optimizer = config.train, OPTIMIZERS[config.train.optimizer]
-    return dict(
-        learning_rate=plan.schedule.learning_rate,
-        # a schedule-free optimizer does the warmup itself
-        lr_scheduler_type="constant" if optimizer.averages else SCHEDULES[train.lr_schedule],
-        warmup_steps=warmup_steps(train.warmup_ratio, plan.schedule.total_steps),
-        lr_scheduler_kwargs=schedule_settings(train, plan.schedule.total_steps),
-        optim=optimizer.trainer,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        router_aux_loss_coef=train.router_aux_loss_coef,
-    )

@@ -95,7 +95,7 @@ class _OfRun:
         super().__init__()
         self._job, self._run = job, job.run
 
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
+    def on_log(self, *args: object, **kwargs: object) -> None:
         """Logs a record."""
         with grouping(grouped):
             super().on_log(*args, **kwargs)  # type: ignore[misc]
@@ -104,7 +104,7 @@ class _OfRun:
 class Wandb(_OfRun, WandbCallback):
     """The library's callback, for which a resumed run is the same run."""
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object, **kwargs: object) -> None:
         """Begins or continues the run, unless WANDB_RUN_ID says which one it is."""
         begins = state.is_world_process_zero and self._wandb.run is None
         if begins and "WANDB_RUN_ID" not in os.environ:
@@ -118,7 +118,7 @@ class Wandb(_OfRun, WandbCallback):
 class MLflow(_OfRun, MLflowCallback):
     """The library's callback, with our groups, for which a resumed run is the same run."""
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object) -> None:
         """Begins or continues the run, unless MLFLOW_RUN_ID says which one it is."""
         known = kept_id(self._run, "mlflow", state)
         if not state.is_world_process_zero or "MLFLOW_RUN_ID" in os.environ:
@@ -158,7 +158,7 @@ class Trackio(_OfRun, TrackioCallback):
     trackio knows runs by their names.
     """
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object, **kwargs: object) -> None:
         """Begins or continues the run."""
         if not state.is_world_process_zero:
             return super().setup(args, state, model, **kwargs)

@@ -272,7 +272,7 @@ class PlannedTrainer(SFTTrainer):
         """The staging folder, for the library; our own code knows where checkpoints are published."""
         return str(self._writer.staging)
 
-    def _save_checkpoint(self, model: Any, trial: object) -> None:
+    def _save_checkpoint(self, model: object, trial: object) -> None:
         """Writes a checkpoint, which appears in its place once it is complete.
 
         Raises:

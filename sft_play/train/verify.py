@@ -153,7 +153,7 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
         model.train(was_training)
 
 
-def _name(model: Any) -> str:
+def _name(model: object) -> str:
     """Its class, below an adapter."""
     return type(base_of(model)).__name__
 

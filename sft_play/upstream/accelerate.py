@@ -52,7 +52,7 @@ def without_number(args: "TrainingArguments") -> None:
         args.distributed_state.device = args._setup_devices = torch.device("cpu")
 
 
-def place_of_forward(module: Any) -> str:
+def place_of_forward(module: object) -> str:
     """The attribute with the function by which a module computes, also where accelerate's hook is around it.
 
     The hook calls what it found (1.15). What makes this unnecessary: a public name for that.
@@ -65,7 +65,7 @@ _WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 @contextmanager
-def wrapped_as_before(model: Any) -> Iterator[None]:
+def wrapped_as_before(model: object) -> Iterator[None]:
     """After the block, a model is wrapped by accelerate as before it, or not at all.
 
     What makes this unnecessary: an `unwrap_model` that leaves nothing (1.15).
@@ -88,7 +88,7 @@ def unwrapped(accelerator: Any) -> Iterator[None]:
     """
     prepare = accelerator.prepare_model
 
-    def as_it_is(model: Any, **_: Any) -> Any:
+    def as_it_is(model: object, **_: object) -> Any:
         return prepare(model, device_placement=False, evaluation_mode=True)
 
     with patched(accelerator, "prepare_model", as_it_is):

@@ -21,7 +21,7 @@ def slow_builds_told(say: Callable[[str], None]) -> Iterator[None]:
 
     load = OpBuilder.jit_load
 
-    def told(builder: Any, *args: Any, **kwargs: Any) -> Any:
+    def told(builder: Any, *args: object, **kwargs: object) -> Any:
         text = f"DeepSpeed compiles its extension {builder.name}, once, which may take minutes"
         timer = Timer(BUILD_IS_SLOW_S, say, [text])
         timer.daemon = True
@@ -73,7 +73,7 @@ def units_hooked_alone() -> Iterator[None]:
 
     register = DeepSpeedZeRoOffload._register_deepspeed_module
 
-    def units_registered(offload: Any, module: Any, **counted: Any) -> None:
+    def units_registered(offload: Any, module: Any, **counted: object) -> None:
         if module is offload.module or z3_leaf_module(module):
             register(offload, module, **counted)
             return

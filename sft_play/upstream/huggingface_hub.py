@@ -44,7 +44,7 @@ def _limited_client(make: Any) -> Any:
     plain, answered = make(), set()
 
     class Limited(type(plain)):  # type: ignore[misc]
-        def send(self, request: Any, **arguments: Any) -> Any:
+        def send(self, request: Any, **arguments: object) -> Any:
             host = request.url.host
             limits = request.extensions["timeout"] = _limits(request)
             between_parts = limits["read"]

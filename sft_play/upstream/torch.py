@@ -83,7 +83,7 @@ def without_leftovers(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """
     from torch._dynamo.utils import counters
 
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: object, **named: object) -> Any:
         graphs = counters["stats"]["unique_graphs"]
         outputs = compiled(*args, **named)
         if counters["stats"]["unique_graphs"] > graphs:
@@ -151,7 +151,7 @@ def joined_attention_backward() -> Any:
     return torch.ops.torch_attn._varlen_attn_backward.default
 
 
-def mark_dynamic(tensor: Any, *dimensions: int) -> None:
+def mark_dynamic(tensor: object, *dimensions: int) -> None:
     """Lets the compiler take these sizes of a tensor for ones that change, unless a model needs a constant.
 
     What makes this unnecessary: an argument of `torch.compile`. With its `dynamic=True` (2.13) sizes that are
@@ -242,7 +242,7 @@ def keep_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def is_fake(tensor: Any) -> bool:
+def is_fake(tensor: object) -> bool:
     """Whether a tensor has no memory: of a trace, or one of the compiler's.
 
     What makes this unnecessary: a public name of its class (2.13 has none).

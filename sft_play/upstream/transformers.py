@@ -177,7 +177,7 @@ def has_routers(model: Any) -> bool:
     return not classes or any(isinstance(module, classes) for module in model.modules())
 
 
-def supports(model_class: Any, what: Literal["sdpa", "flash_attn", "attention_backend"]) -> bool | None:
+def supports(model_class: object, what: Literal["sdpa", "flash_attn", "attention_backend"]) -> bool | None:
     """Whether models of a class can have PyTorch's attention, FlashAttention, or any that is registered.
 
     None: its transformers does not say. What makes this unnecessary: public names for it (5.23 has none).
@@ -224,7 +224,7 @@ def joins_weights(model: Any) -> bool:
 
 
 @contextmanager
-def loaded_as_saved(model: Any) -> Iterator[None]:
+def loaded_as_saved(model: object) -> Iterator[None]:
     """In the block, a model's `load_state_dict` takes weights by the names and shapes that its files have.
 
     The trainer leaves out what files call otherwise, as all of Gemma 3 and the experts of a mixture, and goes

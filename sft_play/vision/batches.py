@@ -89,7 +89,7 @@ def blocks_of(is_image: np.ndarray, lengths: Sequence[int]) -> list[tuple[int, i
     return [(int(starts[starts <= begin][-1]), begin, end) for begin, end in edges.tolist()]
 
 
-def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, Any]:
+def tower_inputs(look: Look, fits: Sequence[Fit]) -> dict[str, torch.Tensor | np.ndarray]:
     """What a tower would compute from the sizes of pictures itself, looking into tensors for them.
 
     Numbers of which the model takes plain lists are in NumPy's arrays: on a GPU, it would wait for tensors.
@@ -121,8 +121,9 @@ def add_empty(batch: dict[str, Any], look: Look, fits: Sequence[Fit]) -> None:
         if look.kind == "patches":
             found["position_ids"] = torch.empty((4, *ids.shape), dtype=torch.int64)
     for name, value in found.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        batch[name] = torch.zeros(value.shape, dtype=value.dtype, device=ids.device) if is_tensor else value
+        if isinstance(value, torch.Tensor):
+            value = torch.zeros(value.shape, dtype=value.dtype, device=ids.device)
+        batch[name] = value
     if look.kind == "squares":
         batch["two_way_blocks"] = _blocks_as_far(fits)
     ids.view(-1)[: sum(fit.tokens for fit in fits)] = look.image_token  # for a real model

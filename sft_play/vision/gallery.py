@@ -3,7 +3,6 @@
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from PIL import __version__ as PIL_VERSION
@@ -106,7 +105,7 @@ class Gallery:
         return name
 
 
-def described(recipe: Recipe | str) -> dict[str, Any] | None:
+def described(recipe: Recipe | str) -> dict[str, object] | None:
     """What decodes the pictures of prepared rows, for their manifest."""
     if isinstance(recipe, str):
         return None

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from sft_play.rows.images import MARK, Message
 from sft_play.upstream.transformers import compiled_template
@@ -23,7 +22,7 @@ def takes(template: str) -> tuple[bool, bool]:
     return WORD in text or WORD not in parts, WORD in parts and "'type'" not in parts
 
 
-def _rendered(template: str, content: Any) -> str:
+def _rendered(template: str, content: object) -> str:
     try:
         return compiled_template(template).render(messages=[{"role": "user", "content": content}])
     except Exception:  # a template makes Python raise anything

@@ -38,7 +38,7 @@ class Pictures:
         """The ids of rows, at most so many `tokens` of each; all of those with pictures."""
         return [ids[: None if seen else tokens] for ids, seen in zip(rows, self.of_rows, strict=True)]
 
-    def inputs(self, ids: torch.Tensor, **besides: object) -> dict[str, Any]:
+    def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a model is given beside ids, [rows, tokens], padded on either side; {} if there are none.
 
         Raises:
@@ -56,7 +56,7 @@ class Pictures:
         else:
             given["image_grid_thw"] = torch.tensor([(1, one.fit.rows, one.fit.columns) for one in found])
             given["mm_token_type_ids"] = (ids == self.recipe.image_token_id).int()
-        return {name: value.to(ids.device) for name, value in given.items()} | besides
+        return {name: value.to(ids.device) for name, value in given.items()}
 
     def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch of rows, padded on the right, with pictures; then the model finds positions itself."""

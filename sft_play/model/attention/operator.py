@@ -152,12 +152,12 @@ def _gradients_on_cpu(
 
 
 @_on_cpu.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=torch.float32)
 
 
 @_gradients_on_cpu.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
     return tuple(each.new_empty(each.shape) for each in (query, key, value))
 
 

@@ -171,7 +171,7 @@ def varlen_sdpa(
     sliding_window: int | None = None,
     sequence_lengths: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
-    sequence_group: Any = None,
+    sequence_group: object = None,
     two_way_blocks: Sequence[Block] = (),
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:

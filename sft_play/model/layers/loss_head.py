@@ -9,6 +9,7 @@ import torch
 
 from sft_play.model.architecture.families import family_of
 from sft_play.model.architecture.shape import base_of
+from sft_play.model.collators import Batch
 from sft_play.model.layers.cpu import TiledLogProbs
 from sft_play.units import AUTOCAST
 from sft_play.upstream.transformers import has_routers
@@ -44,7 +45,7 @@ def autocast_of(autocast: str, device: str) -> AbstractContextManager[Any]:
 
 
 def token_loss(
-    model: torch.nn.Module, batch: dict[str, Any], tokens: object = None, *, router_weight: float = 0.0
+    model: torch.nn.Module, batch: Batch, tokens: object = None, *, router_weight: float = 0.0
 ) -> torch.Tensor:
     """The sum of the `losses`, a scalar; `router_weight` is that of the loss that balances experts."""
     loss, balance = losses(model, batch, tokens)
@@ -53,7 +54,7 @@ def token_loss(
     return loss
 
 
-def losses(model: Any, batch: dict[str, Any], tokens: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def losses(model: Any, batch: Batch, tokens: object = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The losses of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`.
 
     The first is averaged over `tokens`, by default the supervised ones of the micro-batch. The second is low

@@ -37,7 +37,7 @@ def forward_for(module: torch.nn.Module) -> None:
     """Other modules compute as they do in transformers."""
 
 
-def same_code(function: Any, known: Any) -> bool:
+def same_code(function: object, known: object) -> bool:
     """Whether a function does what a known one does, by its code, numbers and defaults."""
 
     def code(found: Any) -> Any:

@@ -41,9 +41,9 @@ class LongestRow:
     plan: Plan | None
     tokens_per_second: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A row of the table: `fits` if a length is asked, and the key numbers of the plan, if any."""
-        row: dict[str, Any] = {"longest": self.longest, "limit": self.limit}
+        row: dict[str, object] = {"longest": self.longest, "limit": self.limit}
         row["sequence_ranks"] = self.sequence_ranks
         if self.fits is not None:
             row["fits"] = self.fits
@@ -284,7 +284,7 @@ def longest_rows(
                     break
 
 
-def _searched(request: Request, asked: int | None) -> tuple[list[dict[str, Any]], str | None]:
+def _searched(request: Request, asked: int | None) -> tuple[list[dict[str, object]], str | None]:
     """The longest row, and that of groups that reach farther; and what its limit is."""
     tried = Tried()
     try:

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.parallel import ParallelConfig
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Plan
 from sft_play.planning.planner import fastest_plan
-from sft_play.planning.request import Request
+from sft_play.planning.request import Request, Settings
 from sft_play.runlog import continued_run, read_json
 
 
@@ -30,12 +29,7 @@ def resumed_plan(request: Request, earlier: Plan) -> Plan | None:
 
     A plan with which memory has run out does not fit.
     """
-    ways = _ways_of(earlier, request.config.parallel)
-    if request.config.train.kernels == "auto":
-        ways["train.kernels"] = earlier.kernels
-    if request.config.train.compile == "auto":
-        ways["train.compile"] = earlier.compile
-    again = request.in_groups_as(earlier.sharing).changed(ways)
+    again = request.in_groups_as(earlier.sharing).changed(_ways_of(earlier, request.config))
     try:
         plan = fastest_plan(again, lambda draft: _kept(draft) == _kept(earlier))
     except (DoesNotFitError, ConfigError):
@@ -55,11 +49,15 @@ def _kept(plan: Plan) -> list[Any]:
     ]
 
 
-def _ways_of(earlier: Plan, asked: ParallelConfig) -> dict[str, Any]:
-    """The ways to send less that an earlier plan chose, where they are left to the plan."""
-    engine, found = engine_of(earlier.sharing.engine), dict[str, Any]()
-    if engine.can_keep_gathered and asked.reshard_after_forward == "auto":
-        found["parallel.reshard_after_forward"] = earlier.sharing.reshard_after_forward
-    if engine.can_defer and asked.defer_exchange == "auto":
-        found["parallel.defer_exchange"] = earlier.sharing.defers_exchange
-    return found
+def _ways_of(earlier: Plan, asked: RunConfig) -> Settings:
+    """Kernels, and ways to send less, that an earlier plan chose, where they are left to the plan."""
+    engine, sharing, parallel = engine_of(earlier.sharing.engine), earlier.sharing, asked.parallel
+    ways: dict[str, tuple[object, object]] = {
+        "train.kernels": (asked.train.kernels, earlier.kernels),
+        "train.compile": (asked.train.compile, earlier.compile),
+    }
+    if engine.can_keep_gathered:
+        ways["parallel.reshard_after_forward"] = parallel.reshard_after_forward, sharing.reshard_after_forward
+    if engine.can_defer:
+        ways["parallel.defer_exchange"] = parallel.defer_exchange, sharing.defers_exchange
+    return {name: found for name, (wanted, found) in ways.items() if wanted == "auto"}

@@ -82,7 +82,7 @@ class RowSizes:
             *((None, None) if val is None else fits_of_rows(val)),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields as JSON values."""
         fields = asdict(self).items()
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}

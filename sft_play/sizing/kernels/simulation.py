@@ -98,7 +98,7 @@ class SymbolicRecorder(AllocationRecorder):
         """Tokens of the batch that contribute to the loss."""
         return self._supervised[self.phase == "evaluation"]
 
-    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, types: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the operation, or the model of its kernel, and records the results."""
         kernel_model = self.kernel_models.get(func)
         if kernel_model is not None:

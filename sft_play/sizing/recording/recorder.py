@@ -225,14 +225,14 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         return tensor.fake_device
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation and records its results."""
         if func is DEVICE_OF and isinstance(args[0], FAKE):
             return self.device_of(args[0])
         return self.run(func, types, args, kwargs or {})
 
-    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, types: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The same for any other than `DEVICE_OF`."""
         self._sum = None
         rule = self._rules.get(func)

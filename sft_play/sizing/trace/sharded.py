@@ -128,7 +128,7 @@ class ShardRecorder(SymbolicRecorder):
 def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
     function = getattr(FSDPParamGroup, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with recorder.attributing_to("engine"):
             recorder.engine = COMMUNICATING[name]
             try:
@@ -145,7 +145,7 @@ def _copying() -> Iterator[tuple[Any, str, Any]]:
     def with_copy_of(kind: Any, name: str) -> Callable[..., Any]:
         communicate = kind.__call__
 
-        def call(self: Any, *args: Any, **tensors: Any) -> Any:
+        def call(self: Any, *args: object, **tensors: Any) -> Any:
             copy = torch.empty_like(tensors[name])  # noqa: F841 - lives until this returns
             return communicate(self, *args, **tensors)
 

@@ -16,6 +16,7 @@ from sft_play.machine.process import collector_off
 from sft_play.model.attention.sequence_parallel import KEY, part_of_group
 from sft_play.model.attention.table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
+from sft_play.model.collators import Batch
 from sft_play.model.layers import inputs_in_ram
 from sft_play.model.layers.compilation import compile_layers
 from sft_play.model.layers.loss_head import add_loss_head, autocast_of, token_loss
@@ -317,7 +318,7 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
 
 def make_batch(
     spec: StepSpec, *, evaluation: bool = False, device: torch.device | str = "cpu", look: Look = NO_LOOK
-) -> dict[str, Any]:
+) -> Batch:
     """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
 
     Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences, and with what a
@@ -325,7 +326,7 @@ def make_batch(
     """
     shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
-    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    batch: Batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
     known = spec.eval_lengths if evaluation else spec.lengths
     if spec.joined:
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
@@ -375,7 +376,7 @@ def run_step(
     model.train()
 
 
-def forward(model: torch.nn.Module, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
+def forward(model: torch.nn.Module, batch: Batch, spec: StepSpec) -> torch.Tensor:
     """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
     with autocast_of(spec.precision.autocast, batch["input_ids"].device.type):
         return token_loss(model, batch, router_weight=1.0)

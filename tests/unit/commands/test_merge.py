@@ -15,10 +15,11 @@ from sft_play.commands import merge as merging
 from sft_play.commands.chat import chat
 from sft_play.commands.evaluate import evaluate_run
 from sft_play.commands.infer import infer_batch
-from sft_play.commands.merge import TOLERANCES, LogitDifference, compare_logits, failures, merge, merge_test
+from sft_play.commands.merge import TOLERANCES, compare_logits, failures, merge, merge_test
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.manifest import files_in, find_damage, hash_files, write_manifest
+from sft_play.report.tables import LogitDifference
 from sft_play.runlog import RunDir
 from tests.rounding import assert_same_tensor, forward_terms, summed
 from tests.unit.finished_run import FinishedRun, make_config, train_by_heart

@@ -5,6 +5,8 @@ import sys
 from rich.console import Console
 
 from sft_play.report.tables import (
+    LogitDifference,
+    Tolerance,
     evaluation_table,
     logits_table,
     memory_line,
@@ -138,22 +140,19 @@ def test_functions_of_ones_own_have_rows_beside_the_metrics():
 
 
 LOGITS = {
-    "passed": True,
-    "dtype": "bfloat16",
-    "rows": 8,
-    "tolerance": {"mean": 0.02, "top1": 0.95},
-    "merged": {"max_abs": 0.05, "mean_abs": 0.002, "relative_mean": 0.001, "top1": 0.995, "positions": 1024},
-    "base": {"max_abs": 5.0, "mean_abs": 0.5, "relative_mean": 0.25, "top1": 0.54, "positions": 1024},
+    "merged": LogitDifference(0.05, 0.002, 0.001, top1=0.995, positions=1024),
+    "base": LogitDifference(5.0, 0.5, 0.25, top1=0.54, positions=1024),
 }
 
 
 def test_logits_table_states_the_tolerance_and_the_verdict():
-    text = shown(logits_table(LOGITS))
+    compared = LOGITS, Tolerance(0.02, 0.95), "bfloat16", 8
+    text = shown(logits_table(*compared, passed=True))
     assert "passed: compared with the adapter on the unquantized base, 8 rows, 1,024 positions" in text
     assert "tolerance for bfloat16" in text
     assert ">= 95.0%" in text
     assert "4-bit" not in text
-    assert "failed: compared" in shown(logits_table({**LOGITS, "passed": False}))
+    assert "failed: compared" in shown(logits_table(*compared, passed=False))
 
 
 def test_tables_need_no_torch():
