@@ -14,8 +14,9 @@ from sft_play.cache import project_dir
 from sft_play.choices.optimizers import DEFAULT
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import distributed_engines
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
 from sft_play.fingerprints import installed_versions
+from sft_play.machine.cuda import has_expandable_segments
 from sft_play.secrets import redact
 from sft_play.spelling import make
 
@@ -24,6 +25,8 @@ OF_A_LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(transformers|peft|trl|accelerate|bitsandbytes|deepspeed)/(.*)|"
     r"/(transformers_modules)/(.*)"
 )
+# Of PyTorch's calls that map memory: pytorch #192330, unsloth #1446
+OF_THE_DRIVER = re.compile("CUDA driver error: (?!out of memory)")
 TORCH_LOGS_READER = "/torch/_logging/_internal.py"
 OF_OTHERS = re.compile(r"/(?:site|dist)-packages/|/transformers_modules/|/lib/python3|^<")
 MODEL_TYPE = re.compile(r"^models/(\w+)/")
@@ -51,6 +54,12 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     if frames and frames[-1].filename.endswith(TORCH_LOGS_READER):
         value = os.environ.get("TORCH_LOGS")
         return ConfigError(f"TORCH_LOGS={value}: PyTorch does not know this setting; unset TORCH_LOGS")
+    if OF_THE_DRIVER.match(str(error)) and has_expandable_segments():
+        return ConfigError(
+            f"{first_line(error)}\nThe drivers of some virtual GPUs, of WSL 2 and of Jetson boards cannot "
+            "make memory segments grow. If every run ends so, set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the environment: plans count with that"
+        )
     ours = [index for index, frame in enumerate(frames) if frame.filename.startswith(OURS)]
     below = frames[ours[-1] + 1 :] if ours else []
     found = [(frame, match) for frame in below if (match := OF_A_LIBRARY.search(frame.filename))]

@@ -1,6 +1,7 @@
-"""Whether the installed PyTorch can use the GPUs of this machine, and what to do where it cannot."""
+"""Whether the installed PyTorch can use the GPUs of this machine, and how it allocates their memory."""
 
 import importlib
+import os
 import re
 import warnings
 from typing import NamedTuple
@@ -75,3 +76,10 @@ def _has_code_for(gpu: Gpu, build: Build) -> bool:
         if same or (kind == "compute" and not family and (of_major, of_minor) <= (major, minor)):
             return True
     return False
+
+
+def has_expandable_segments() -> bool:
+    """Whether the allocator of a process will have them: as `cli.py` sets it, unless the user did."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    own = [os.environ[name] for name in names if name in os.environ]
+    return not own or any("expandable_segments:true" in setting.lower() for setting in own)

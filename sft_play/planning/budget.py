@@ -1,12 +1,12 @@
 """What each process may use: the training device and its memory budget."""
 
 import math
-import os
 from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import LARGEST_MACHINE
+from sft_play.machine.cuda import has_expandable_segments
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import asked_threads, compilers_of
 from sft_play.plan import Device
@@ -99,13 +99,6 @@ def memory_device(
             host=host_budget(free_ram, min(processes, len(machine.gpus)), compilers),
         )
     return found if budget_bytes is None else replace(found, budget_bytes=budget_bytes)
-
-
-def has_expandable_segments() -> bool:
-    """Whether the allocator of a process will have them: as `cli.py` sets it, unless the user did."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    own = [os.environ[name] for name in names if name in os.environ]
-    return not own or any("expandable_segments:true" in setting.lower() for setting in own)
 
 
 def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: DeviceBudget) -> list[Reason]:

@@ -109,6 +109,16 @@ def test_a_wrong_flag_is_one_sentence(capsys):
     assert caught.value.code == 2 and "sft-play eval: error: Invalid value for '--split'" in said
 
 
+def test_a_driver_that_cannot_make_segments_grow_is_said_with_what_to_set(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    refused = RuntimeError("CUDA driver error: operation not supported")
+    assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in str(library_failure(refused, None))
+    assert library_failure(RuntimeError("CUDA driver error: out of memory"), None) is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert library_failure(refused, None) is None
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variable", "said"),
