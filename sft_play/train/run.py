@@ -224,6 +224,7 @@ def summarise(
         "model_class": class_to_name(job.architecture),
         "versions": installed_versions(),
         "eval": before_and_after(job.run, state, saved),
+        "samples": [],  # whoever compares answers adds them; not those of an earlier end
         **facts_of_weights(session, saved),
         "best_checkpoint": state.best_model_checkpoint,
         "weights_step": None if stopped else best_step(state),
