@@ -7,7 +7,7 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import Machine, detect, freest, what_if
+from sft_play.machine.gpus import detect, freest, what_if
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
@@ -79,7 +79,8 @@ def context_answer(
                 rows += found
                 searches += 1
                 advance(1)
-                _show(found, asked, machine)
+                for row in found if console().is_terminal and not asked.json else ():
+                    console().print(row_line(row, gpu=bool(machine.gpus)))
     except KeyboardInterrupt:
         complete = False
     tree = {
@@ -98,9 +99,3 @@ def context_answer(
     if length is not None and not any(row.get("fits") for row in rows):
         raise DoesNotFitError(problem_of(tree))
     return Planned(tree, context_report(tree))
-
-
-def _show(found: list[dict[str, Any]], asked: Asked, machine: Machine) -> None:
-    """Says on a terminal what was found."""
-    for row in found if console().is_terminal and not asked.json else ():
-        console().print(row_line(row, gpu=bool(machine.gpus)))

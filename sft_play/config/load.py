@@ -135,16 +135,12 @@ def _shipped(path: Path) -> str:
     return f"{meant} Shipped configs: {', '.join(found)}"
 
 
-def _runs_beside(path: Path) -> str:
-    """The names of runs in the folder where a run's config should be."""
-    return ", ".join(sorted(file.parent.name for file in path.parent.parent.glob(f"*/{OF_RUN}")))
-
-
 def _read_file(path: Path) -> dict:
     path = located(path)
     if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
         if path.name == OF_RUN:
-            raise ConfigError(f"there is no run {path.parent}; runs there: {_runs_beside(path) or 'none'}")
+            there = sorted(file.parent.name for file in path.parent.parent.glob(f"*/{OF_RUN}"))
+            raise ConfigError(f"there is no run {path.parent}; runs there: {', '.join(there) or 'none'}")
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
         raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set {var(CONFIG='<file>')}")
     size = path.stat().st_size

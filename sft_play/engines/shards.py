@@ -120,13 +120,9 @@ def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
         if not isinstance(parameter, DTensor):
             put_to_use(parameter, device)
             if like_first:
-                _take_from_first(parameter, device)
-
-
-def _take_from_first(parameter: Tensor, device: str) -> None:
-    sent = parameter.data.to(device)
-    distributed.broadcast(sent, src=0)
-    parameter.data.copy_(sent)
+                sent = parameter.data.to(device)
+                distributed.broadcast(sent, src=0)
+                parameter.data.copy_(sent)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ STACK_LINES = 12
 NOTICED_S = 1.0  # a wait that ends later than this was a pause
 SETUP, DONE = "model setup", "done"  # positions in which no limit counts
 # Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them.
-WAITING = ("torch/distributed/", "run_backward", "deepspeed/comm/")
+WAITING = re.compile("torch/distributed/|run_backward|deepspeed/comm/")
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,8 @@ def read_stack(run: RunDir, rank: int) -> str:
 def hanging(run: RunDir, beats: Iterable[Beat]) -> dict[int, str]:
     """The ranks that hang, rather than wait for others, among those still running: rank -> message."""
     stacks = {beat: read_stack(run, beat.rank) for beat in beats}
-    not_waiting = {beat: stack for beat, stack in stacks.items() if not _is_waiting(stack)}
+    not_waiting = {beat: stack for beat, stack in stacks.items() if not WAITING.search(stack)}
     return {beat.rank: _describe(run, beat, stack) for beat, stack in (not_waiting or stacks).items()}
-
-
-def _is_waiting(stack: str) -> bool:
-    return any(frame in stack for frame in WAITING)
 
 
 def _describe(run: RunDir, beat: Beat, stack: str) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.cuda import has_expandable_segments
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import asked_threads, compilers_of
@@ -37,11 +36,6 @@ def training_device(machine: Machine) -> Device:
         free_bytes=min(free, default=None),
         compute_capability=min(capabilities, default=None),
     )
-
-
-def machines_of(machine: Machine, processes: int) -> int:
-    """How many machines so many processes are on: this one, or of GPUs elsewhere, one for each eight."""
-    return -(-processes // LARGEST_MACHINE) if machine.what_if else 1
 
 
 def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> int | None:

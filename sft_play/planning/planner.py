@@ -86,11 +86,12 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
 
 def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
     """The fastest plan whose groups are as large as the config says; else rows stay whole."""
-    config, architecture, device = request.config, request.architecture, request.device
+    config, architecture, facts, device = request.config, request.architecture, request.facts, request.device
     allowed, of_rows = allowed_plans(request)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
-    more = [*trained_besides(request), *of_rows, *_assumed_rows(request)]
+    more = [*trained_besides(request), *of_rows]
+    more += [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
     if (budget := request.budget) is None:
         plan, why = choose_plan(config, drafts, None, None)
         found: list[Reason] = [UnknownFreeMemory(device.name)]
@@ -103,7 +104,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         record_of = records_of(architecture.text, device.name)
         speed_of = speeds_of(architecture.text, device.name, profile_of(machine, processes))
         memory_of = corrected_estimator(predict, record_of)
-        tokens_of = request.facts.tokens_per_process
+        tokens_of = facts.tokens_per_process
         time_of, least_of = (corrected_clock(each, speed_of, tokens_of) for each in (seconds, least))
         layers = len(architecture.modules.layer_kinds) if mix else 0
         try:
@@ -117,11 +118,6 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
     return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *more])))
-
-
-def _assumed_rows(request: Request) -> list[Reason]:
-    facts = request.facts
-    return [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
 
 
 def _add_larger_groups(

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
+from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine, with_gpus
 from sft_play.parts import Sharing
 from sft_play.plan import Device
-from sft_play.planning.budget import machines_of, memory_device, training_device
+from sft_play.planning.budget import memory_device, training_device
 from sft_play.planning.candidates.batch import batch_for
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.estimate.budget import DeviceBudget
@@ -34,7 +35,7 @@ class Request:
     facts: DataFacts  # of the training rows
     machine: Machine
     processes: int
-    machines: int | None = None  # like this one, that they are on; None: as many as `machines_of` says
+    machines: int | None = None  # like this one, that they are on; None: as `on_machines` says
     budget_bytes: int | None = None  # of each process; None: from the machine's free memory
 
     @property
@@ -44,8 +45,8 @@ class Request:
 
     @property
     def on_machines(self) -> int:
-        """Number of machines."""
-        return self.machines or machines_of(self.machine, self.processes)
+        """Number of machines: as many as are said, or this one, or of GPUs elsewhere, one for each eight."""
+        return self.machines or (-(-self.processes // LARGEST_MACHINE) if self.machine.what_if else 1)
 
     @property
     def budget(self) -> DeviceBudget | None:

@@ -27,18 +27,11 @@ from sft_play.upstream.transformers import joins_weights, save_from
 FP32_COPIES = 4  # of a matrix, while PEFT merges an adapter into it: product, its multiple, matrix, sum
 
 
-def is_mapped(base: PreTrainedModel) -> bool:
-    """Whether the weights of a loaded model are those of its files, apart from their names and types.
-
-    Experts that transformers joins while loading, for one, are in RAM, and are parted again by saving.
-    """
-    return not joins_weights(base)
-
-
 def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> tuple[PreTrainedModel, int]:
     """The merged model in `dtype`, for its `save_pretrained`, which may raise the error too.
 
-    Unless the base `is_mapped`, all weights are merged here. The base cannot be used afterwards.
+    Weights that transformers joins while loading, as those of experts, are in RAM, and are parted again by
+    saving: of a base with some, all weights are merged here. The base cannot be used afterwards.
 
     Returns:
         the model, and the bytes of RAM that merging takes while it is saved, beside the file being written.
@@ -48,7 +41,7 @@ def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> t
             `adapter`, the folder, or the weight.
     """
     base: Any = adapted.get_base_model()
-    mapped = is_mapped(base)
+    mapped = not joins_weights(base)
     layers = _taken_out(adapted) if mapped else {}
     matrices = [weight.numel() for weight in layers]
     _put_adapted_to_use(adapted)
