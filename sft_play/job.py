@@ -21,7 +21,7 @@ from sft_play.files import write_atomic
 from sft_play.fingerprints import code_commit, installed_versions
 from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
-from sft_play.machine.cuda import require_usable
+from sft_play.machine.cuda import require_usable, why_left_out
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.load import load_data
 from sft_play.model.weights.base_files import keep_base_files
@@ -37,7 +37,7 @@ from sft_play.runlog import RunDir, open_run, read_json, set_aside_earlier_run
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import make, var
 from sft_play.start import part, run_begins
-from sft_play.ui.console import console
+from sft_play.ui.console import console, warn
 from sft_play.ui.progress import PLANNING, spinner
 
 if TYPE_CHECKING:
@@ -96,13 +96,15 @@ def prepare_job(
     """Loads the data, tokenized or from the cache, and plans the run unless our launcher has done so."""
     config = resolved.config
     # one process for all of a machine: our launcher, which has just done so, or the first rank
-    hashes = not ranks.launched_by_us and ranks.local_rank == 0
+    for_all = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
     machine = detect()
     machine = replace(machine, gpus=machine.gpus[: processes // machines])  # CUDA's first ones
     require_usable(machine)
+    if for_all and (said := why_left_out(machine)):
+        warn(said)
     with part("data"):
-        loaded = load_data(config, progress=progress, hashes=hashes, trained=True)
+        loaded = load_data(config, progress=progress, hashes=for_all, trained=True)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
     if ranks.plan_file:
         plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))

@@ -20,7 +20,7 @@ from sft_play.data.folders import SUFFIXES
 from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
-from sft_play.machine.cuda import why_unusable
+from sft_play.machine.cuda import why_left_out, why_unusable
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
@@ -344,7 +344,7 @@ def disk_findings(output: Path) -> list[Finding]:
 def device_findings(machine: Machine) -> Iterator[Finding]:
     """GPUs, and other processes on them."""
     if not machine.gpus:
-        what = f"training runs on the CPU: {machine.note}"
+        what = f"training runs on the CPU: {why_left_out(machine) or machine.note}"
         larger = f"`{make('plan')}` predicts the step time of larger ones"
         yield Finding(WARNING, "device", what, f"fine for small models, such as SmolLM2-135M; {larger}")
         return

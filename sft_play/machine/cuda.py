@@ -4,11 +4,17 @@ import importlib
 import os
 import re
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Gpu, Machine
 
+NVIDIA, DISPLAY = (
+    "0x10de",
+    "0x03",
+)  # a vendor of PCI devices, and how the classes of display controllers begin
 OTHER_BUILD = "install another build of PyTorch: docs/guides/install.md#cuda"
 
 
@@ -32,6 +38,22 @@ def require_usable(machine: Machine) -> None:
     if not machine.what_if and (problem := why_unusable(machine)):
         what, fix = problem
         raise ConfigError(f"{what}; {fix}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU")
+
+
+def why_left_out(machine: Machine, root: Path = Path("/")) -> str | None:
+    """Why an NVIDIA GPU of this machine is not used, though nobody hides it; None if there is none.
+
+    In a container, /sys below `root` shows GPUs that it has not got.
+    """
+    if machine.gpus or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor == NVIDIA and kind.startswith(DISPLAY):
+                what = f"this machine has an NVIDIA GPU, which is not used: {machine.note}"
+                return f"{what}; see what `nvidia-smi` says, and give containers their GPUs (--gpus all)"
+    return None
 
 
 def installed_build() -> Build:

@@ -108,7 +108,7 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        note = f"no NVIDIA driver found ({_reason(error)})"
+        note = f"no NVIDIA driver that works ({_reason(error)})"
         if platform.system() == "Darwin":
             note = "the GPU of a Mac (MPS) is not used: plans and kernels are for CUDA and CPUs"
         return Machine(gpus=(), note=note, host=host)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.machine.cuda import Build, problem_of, require_usable
+from sft_play.machine.cuda import Build, problem_of, require_usable, why_left_out
 from sft_play.machine.gpus import what_if
 
 CUDA13 = Build("2.13.0", "13.0", True, "", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
@@ -51,3 +51,28 @@ def test_a_run_on_a_gpu_that_pytorch_cannot_use_is_refused_before_it_begins():
         require_usable(here)
     require_usable(replace(here, what_if=True))  # nobody runs on it
     require_usable(replace(here, gpus=()))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "hidden", "said"),
+    [
+        ("0x10de", "0x030200", None, "an NVIDIA GPU, which is not used: no driver"),
+        ("0x10de", "0x030200", "", None),  # somebody wants the CPU
+        ("0x10de", "0x020000", None, None),  # a network adapter
+        ("0x1002", "0x030000", None, None),
+    ],
+)
+def test_a_gpu_whose_driver_does_not_work_is_not_left_out_in_silence(
+    monkeypatch, tmp_path, vendor, kind, hidden, said
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    here = replace(machine("L4"), gpus=(), note="no driver")
+    found = why_left_out(here, tmp_path)
+    assert found is None if said is None else said in found
+    assert why_left_out(machine("L4"), tmp_path) is None  # it is used

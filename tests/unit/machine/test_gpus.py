@@ -225,7 +225,7 @@ def test_nvlink_is_the_link_where_it_is_active():
 
 
 @pytest.mark.parametrize(
-    ("system", "said"), [("Linux", "no NVIDIA driver found"), ("Darwin", "a Mac (MPS) is not used")]
+    ("system", "said"), [("Linux", "no NVIDIA driver that works"), ("Darwin", "a Mac (MPS) is not used")]
 )
 def test_a_machine_without_a_driver_says_why_its_gpu_is_not_used(monkeypatch, system, said):
     class NVMLError(Exception):
