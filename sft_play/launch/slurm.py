@@ -83,8 +83,8 @@ def batch_file(
     missing = [start for start in replaced if not start.startswith("#SBATCH")]
     if missing:
         raise LaunchError(
-            f"{TEMPLATE} has no line {missing[0]}...; restore it with `git checkout -- {TEMPLATE}`, or install "
-            "SFT-Play again"
+            f"{TEMPLATE} has no line {missing[0]}...; restore it with `git checkout -- {TEMPLATE}`, or "
+            "install SFT-Play again"
         )
     first = next(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
     lines[first:first] = [f"{start}{value}" for start, value in replaced.items()]
