@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Gpu, Machine
+from sft_play.spelling import make
 
 NVIDIA, DISPLAY = (
     "0x10de",
@@ -34,7 +35,10 @@ def why_unusable(machine: Machine) -> tuple[str, str] | None:
 
 
 def require_usable(machine: Machine) -> None:
-    """Raises a ConfigError if PyTorch cannot use the GPUs of this machine, if it is one."""
+    """Raises a ConfigError if PyTorch cannot use the GPUs of this machine, or those that are asked for."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if not machine.gpus and machine.note.startswith(f"CUDA_VISIBLE_DEVICES={asked} ") and asked[:1].isalnum():
+        raise ConfigError(f"{machine.note}; `{make('gpu-info')}` without it lists them, empty it is the CPU")
     if not machine.what_if and (problem := why_unusable(machine)):
         what, fix = problem
         raise ConfigError(f"{what}; {fix}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU")

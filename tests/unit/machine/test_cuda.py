@@ -1,5 +1,6 @@
 """Which builds of PyTorch can use which GPUs; the codes are those of its support matrix (pytorch #172352)."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_run_on_a_gpu_that_pytorch_cannot_use_is_refused_before_it_begins():
         require_usable(here)
     require_usable(replace(here, what_if=True))  # nobody runs on it
     require_usable(replace(here, gpus=()))
+
+
+@pytest.mark.parametrize(("asked", "fits"), [("7", False), ("GPU-12ab", False), ("", True), ("-1", True)])
+def test_a_gpu_that_is_asked_for_and_is_not_there_is_no_run_on_the_cpu(monkeypatch, asked, fits):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    note = f"CUDA_VISIBLE_DEVICES={asked} shows 0 of 4 GPUs"
+    here = replace(machine("L4"), gpus=(), note=note)
+    with nullcontext() if fits else pytest.raises(ConfigError, match=f"^{note}; `make gpu-info`"):
+        require_usable(here)
 
 
 @pytest.mark.parametrize(
