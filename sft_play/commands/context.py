@@ -7,7 +7,7 @@ from sft_play.commands.plan_flags import Asked
 from sft_play.config.load import ResolvedConfig
 from sft_play.data.length import require_positions
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import detect, freest, what_if
+from sft_play.machine.gpus import detect, what_if, with_freest
 from sft_play.planning.answers.context import LONGEST, longest_rows, places_of
 from sft_play.planning.answers.other_machines import MODES
 from sft_play.planning.request import Request
@@ -68,7 +68,7 @@ def context_answer(
     unnamed = COUNTS if asked.gpu else (len(here.gpus) or 1,)
     counts = (asked.gpus,) if asked.gpus else unnamed
     facts = DataFacts.full_rows(length or LEAST, config.train.seed)
-    on = partial(what_if, asked.gpu) if asked.gpu else partial(freest, here)
+    on = partial(what_if, asked.gpu) if asked.gpu else partial(with_freest, here)
     requests = [Request(config, architecture, facts, on(count), count) for count in counts]
     machine = requests[0].machine
     total = len(modes) * len(counts) * len(places_of(config, machine))

@@ -168,6 +168,13 @@ def _on_gpus(processes: int) -> None:
         console().print(f"  {said}", style="dim")
 
 
+def _freest_gpu_first() -> None:
+    """The same for a command that generates: on one GPU, or on all if the model does not fit there."""
+    from sft_play.launch.environment import put_freest_gpu_first
+
+    put_freest_gpu_first()
+
+
 @command("slurm")
 @flag("--nodes", "number of nodes (default: 1)", metavar="N")
 @flag("--gpus", "GPUs per node; 0: none (default: the partition's)", metavar="N")
@@ -235,6 +242,7 @@ def evaluate(args: Arguments, split: str, limit: int | None) -> int:
     what = f"each model's loss on all rows of the {split} split, and its answers to some of them"
     resolved = announce(args, what)
     run = finished_run(resolved)
+    _freest_gpu_first()
     with importing():
         from sft_play.commands.evaluate import evaluate_run
         from sft_play.commands.judges import require_given
@@ -265,6 +273,7 @@ def evaluate_tasks(
     names = tuple(filter(None, (task.strip() for task in tasks.split(","))))
     whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
     run = finished_run(announce(args, f"runs lm-eval on {whom[what]}: {', '.join(names)}"))
+    _freest_gpu_first()
     with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
         from sft_play.commands.report import try_report
@@ -282,6 +291,7 @@ def infer(args: Arguments, input: Path | None, output: Path | None, force: bool)
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {input}" if input else "a chat with the trained model"
     run = finished_run(announce(args, what))
+    _freest_gpu_first()
     with importing():
         from sft_play.commands.chat import chat
         from sft_play.commands.infer import infer_batch
@@ -311,6 +321,7 @@ def merge_test(args: Arguments, output: Path | None) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     what = "compares the logits of the merged model with those of the adapter model"
     run = finished_run(announce(args, what))
+    _freest_gpu_first()
     with importing():
         from sft_play.commands.merge import merge_test as test
     return end(args, test(loaded_config(args), run, output), "", then=["export"], run=run)

@@ -20,7 +20,7 @@ from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.machine.gpus import Machine, detect, freest, what_if
+from sft_play.machine.gpus import Machine, detect, what_if, with_freest
 from sft_play.machine.prices import price_of
 from sft_play.model.architecture.published import hub_name
 from sft_play.plan import Plan
@@ -86,7 +86,7 @@ def plan_command(args: Arguments, say: Callable[[RenderableType], None] | None =
             return each_gpu_answer(asked, resolved, request, notes, batch_grows=grows)
         machine = what_if(asked.gpu, asked.gpus or 1) if asked.gpu else detect()
         if asked.gpus and not asked.gpu:
-            machine = freest(machine, asked.gpus)
+            machine = with_freest(machine, asked.gpus)
         request = Request(config, architecture, facts, machine, asked.gpus or len(machine.gpus) or 1)
         if not asked.gpu:
             ensure_profile(config, machine, request.processes)

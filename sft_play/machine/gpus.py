@@ -290,10 +290,14 @@ def with_gpus(machine: Machine, count: int) -> Machine:
     return replace(machine, gpus=gpus, what_if=True)
 
 
-def freest(machine: Machine, count: int) -> Machine:
-    """The machine with so many of its GPUs: in their order, those with most GiB of free memory."""
-    by_free = sorted(machine.gpus, key=lambda gpu: -((gpu.free_bytes or 0) // GIB))
-    return replace(machine, gpus=tuple(sorted(by_free[:count], key=lambda gpu: gpu.index)))
+def freest(machine: Machine) -> list[Gpu]:
+    """The GPUs, those with the most whole GiB of free memory first."""
+    return sorted(machine.gpus, key=lambda gpu: -((gpu.free_bytes or 0) // GIB))
+
+
+def with_freest(machine: Machine, count: int) -> Machine:
+    """The machine with so many of its GPUs, those with the most free memory."""
+    return replace(machine, gpus=tuple(freest(machine)[:count]))
 
 
 def to_json(machine: Machine) -> dict[str, object]:

@@ -17,6 +17,7 @@ from sft_play.launch.environment import (
     OF_A_RANK,
     OF_THE_LAUNCHER,
     SETTLED_ELSEWHERE,
+    put_freest_gpu_first,
     set_environment,
     settle_environment,
     use_freest_gpus,
@@ -166,6 +167,25 @@ def test_processes_use_the_gpus_with_the_most_free_memory(monkeypatch, asked, no
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (chosen or asked or "")
     assert (said is None) == (chosen is None)
     assert not chosen or f"on GPU {chosen.replace(',', ', ')} of " in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "late", "order"),
+    [
+        (None, (2.4, 20, 21), False, "2,1,0"),
+        ("4,GPU-b", (2.4, 20), False, "GPU-b,4"),
+        ("4,5", (20.1, 20.9), False, "4,5"),  # as many GiB
+        ("4,5", (2, 20), True, "4,5"),
+    ],
+)
+def test_a_model_that_generates_goes_to_the_gpu_with_the_most_free_memory(
+    monkeypatch, asked, free, late, order
+):
+    monkeypatch.setattr(environment, "detect", lambda: gpus_with(*free))
+    monkeypatch.setattr(environment, "_too_late", lambda: late)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked or "")
+    put_freest_gpu_first()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == order
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
