@@ -24,6 +24,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.timed_kernels import Verdict, kernels_path, read_verdicts, winners_of
+from sft_play.reasons.evidence import UnknownFreeMemory
 from sft_play.reasons.method import Padded
 from sft_play.reasons.reason import Reason
 from sft_play.sizing.estimate.budget import DeviceBudget
@@ -181,7 +182,7 @@ def estimator_of(request: Request) -> Estimator:
         ConfigError: it is unknown how much memory is free.
     """
     if (budget := request.budget) is None:
-        raise ConfigError(f"the free memory of {request.device.name} is unknown")
+        raise ConfigError(str(UnknownFreeMemory(request.device.name)))
     records = records_of(request.architecture.text, request.device.name)
     return corrected_estimator(traced_estimator(request, budget), records)
 

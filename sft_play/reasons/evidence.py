@@ -13,7 +13,10 @@ class UnknownFreeMemory(Reason):
     """Nothing tells how much memory is free."""
 
     device: str
-    text = "the free memory of {device} is unknown"
+    text = (
+        "the driver does not say how much memory of {device} is free, as where GPU and CPU share the RAM "
+        "(DGX Spark): parallel.memory_gib says how much of it a run may have, and lets it be planned"
+    )
 
 
 class Untraceable(Reason):
