@@ -1,5 +1,6 @@
 """`make check`: finds problems before a run starts; each finding is ok, a warning or an error, with a fix."""
 
+import contextlib
 import importlib.metadata
 import os
 from collections import Counter
@@ -21,7 +22,7 @@ from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
 from sft_play.machine.cuda import why_left_out, why_unusable
-from sft_play.machine.gpus import Machine, detect
+from sft_play.machine.gpus import Machine, detect, with_freest
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
 from sft_play.plan import Device, Plan
@@ -282,14 +283,16 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
 def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Finding]:
     """Whether the run fits this machine, and which of its rows were left out.
 
-    It is planned as `make plan` does; rows of the Hub are assumed.
+    It is planned on one GPU, as `make train` does, or if it needs more and may have them, on all, as
+    `make plan` does; rows of the Hub are assumed.
     """
     from sft_play.planning.answers.advice import changed_command, plan_or_advise
+    from sft_play.planning.planner import fastest_plan
     from sft_play.planning.request import Request
     from sft_play.planning.rows.facts import DataFacts, row_sizes
     from sft_play.sizing.facts.architecture import planning_architecture
 
-    config, processes = resolved.config, len(machine.gpus) or 1
+    config, gpus, plan = resolved.config, len(machine.gpus), None
     on_hub = any(not is_local(given.path) for given in data_inputs(config.data))
     try:
         architecture, _ = planning_architecture(config.model)
@@ -300,8 +303,12 @@ def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Findin
             if sizes.left_out:
                 yield Finding(WARNING, "data", f"data.bad_rows=drop: {sizes.left_out}")
         with spinner(PLANNING):
-            request = Request(config, architecture, facts, machine, processes)
-            plan = plan_or_advise(request, partial(changed_command, resolved))
+            if gpus > 1 and config.parallel.engine == "auto":
+                alone = Request(config, architecture, facts, with_freest(machine, 1), 1)
+                with contextlib.suppress(DoesNotFitError):
+                    plan = fastest_plan(alone, explain=False)
+            request = Request(config, architecture, facts, machine, gpus or 1)
+            plan = plan or plan_or_advise(request, partial(changed_command, resolved))
     except DataError as error:
         yield Finding(ERROR, "data", str(error))
     except ConfigError as error:
@@ -312,10 +319,10 @@ def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Findin
         )
         yield Finding(level, "plan", f"{assumed}{error}")
     else:
-        yield _fits(plan, processes)
+        yield _fits(plan)
 
 
-def _fits(plan: Plan, processes: int) -> Finding:
+def _fits(plan: Plan) -> Finding:
     from sft_play.report.scaling import process_unit
 
     if plan.memory is None:
@@ -323,7 +330,7 @@ def _fits(plan: Plan, processes: int) -> Finding:
             WARNING, "plan", "the memory of this run cannot be predicted", f"run `{make('probe')}`"
         )
     needed, budget = format_bytes(plan.memory.process_bytes), format_bytes(plan.memory.budget_bytes)
-    where = counted(processes, process_unit(plan.device))
+    where = counted(plan.sharing.world_size, process_unit(plan.device))
     return Finding(OK, "plan", f"fits {where}: {needed} per process predicted, of a budget of {budget}")
 
 

@@ -286,6 +286,19 @@ def test_rows_that_are_left_out_are_counted(config, tiny_model, tmp_path):
     assert "data: data.bad_rows=drop: 1 row left out as not valid: see " in errors(findings, WARNING)
 
 
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"train__grad_accum": 1, "train__effective_batch_size": 8}, "fits 1 GPU: "),  # which 3 do not divide
+        ({"parallel__engine": "fsdp2"}, "fits 3 GPUs: "),
+    ],
+)
+def test_on_several_gpus_a_run_is_planned_on_one_unless_it_asks_for_more(config, tiny_model, settings, where):
+    findings = check.check(config(model__name=str(tiny_model), **settings), machine=what_if("L4", 3))
+    (plan,) = (finding for finding in findings if finding.topic == "plan")
+    assert plan.what.startswith(where)
+
+
 def test_a_gpu_in_use_and_gpus_that_differ_are_warned_of():
     machine = what_if("L4", 2)
     busy = dataclasses.replace(
