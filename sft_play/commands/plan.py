@@ -19,7 +19,7 @@ from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
 from sft_play.machine.gpus import Machine, detect, what_if, with_freest
 from sft_play.machine.prices import price_of
 from sft_play.model.architecture.published import hub_name
@@ -127,14 +127,24 @@ def _answer(
 def _chosen(
     asked: Asked, resolved: ResolvedConfig, request: Request, notes: list[str]
 ) -> tuple[Request, Plan, list[str]]:
-    """The request, on the fewest GPUs if nobody said how many; its plan; and what to say of both."""
+    """The request, on the fewest GPUs if nobody said how many; its plan; and what to say of both.
+
+    On one GPU of this machine, if the config does not allow all and nobody asked for them.
+    """
     if asked.gpu and not asked.gpus:
         count = fewest_gpus(request, batch_grows=_batch_grows(asked, resolved)) or 1
         request = request.with_batch_for(count).on_gpus(count)
         if count > 1:
             said = f"{count} x {asked.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
             notes = [said, *notes]
-    plan = plan_or_advise(request, partial(_again, asked, request.processes))
+    try:
+        plan = plan_or_advise(request, partial(_again, asked, request.processes))
+    except ConfigError as error:
+        if asked.gpu or asked.gpus or request.processes == 1:
+            raise
+        notes = [f"on one GPU of {request.processes}: {first_line(error)}", *notes]
+        request = replace(request, machine=with_freest(request.machine, 1), processes=1)
+        plan = plan_or_advise(request, partial(_again, asked, 1))
     return request, replace(plan, why=(*plan.why, *notes)), notes
 
 

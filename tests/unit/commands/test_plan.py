@@ -83,6 +83,23 @@ def test_the_plan_is_said_before_the_other_methods_are_planned_and_stays_if_thes
     assert "LoRA of org/Tiny-1 fits" not in rest and "Stopped: the other methods were not planned" in rest
 
 
+def test_where_a_batch_cannot_be_shared_by_all_gpus_of_this_machine_one_is_planned(
+    monkeypatch, tiny_model, tmp_path
+):
+    monkeypatch.setattr(plan_module, "detect", lambda: gpus.what_if("L4", 3))
+    monkeypatch.setattr(plan_module, "ensure_profile", lambda *_: None)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one two", "completion": "three"}\n' * 20)
+    words = ["--config", str(REPOSITORY / "configs" / "run_lora.yaml"), f"model.name={tiny_model}"]
+    words += ["data.train_path=rows.jsonl", "train.effective_batch_size=8", "train.grad_accum=1"]
+    tree, _ = plan(*words)
+    assert tree["plan"]["world_size"] == 1
+    assert any(
+        "on one GPU of 3: train.effective_batch_size=8 is not divisible by 3" in each for each in tree["why"]
+    )
+    with pytest.raises(ConfigError, match="is not divisible by 3"):
+        plan(*words, "--gpus", "3")
+
+
 @pytest.mark.parametrize("machine", [["--gpu", "RTX 4090"], []])
 def test_rows_longer_than_the_model_supports_are_not_sized(machine):
     with pytest.raises(
