@@ -98,14 +98,13 @@ def prepare_job(
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     for_all = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
-    machine = detect()
-    machine = replace(machine, gpus=machine.gpus[: processes // machines])  # CUDA's first ones
-    require_usable(machine)
+    require_usable(machine := _machine_of(processes // machines))
     if for_all and (said := why_left_out(machine)):
         warn(said)
     with part("data"):
         loaded = load_data(config, progress=progress, hashes=for_all, trained=True)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
+    machine = _machine_of(processes // machines)  # again: the data may have taken a while
     if ranks.plan_file:
         plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))
     else:
@@ -120,6 +119,12 @@ def prepare_job(
             resumed = resumed_plan(request, earlier) if earlier else None
             plan = resumed or plan_or_advise(request, partial(changed_command, resolved))
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
+
+
+def _machine_of(processes: int) -> Machine:
+    """This machine, with the GPUs that so many of its processes train on: CUDA's first ones."""
+    machine = detect()
+    return replace(machine, gpus=machine.gpus[:processes])
 
 
 def job_digest(job: Job) -> str:
