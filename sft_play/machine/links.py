@@ -82,8 +82,8 @@ def _peer_link(gpu: Gpu, processes: int, what_if: bool) -> LinkRange:
     fastest = THROUGH_RAM[1] * _rate(best), f"through RAM over {best}"
     if NO_PEERS not in gpu.name:
         fastest = DIRECT * _rate(best), f"over {best}"
-    if gpu.bridge and processes <= 2:  # it joins two
-        fastest = 1e9 * (link_speed(gpu.bridge, gpu.compute_capability) or 0.0), "with an NVLink bridge"
+    if processes <= 2 and (bridged := link_speed(gpu.bridge, gpu.compute_capability)):  # it joins two
+        fastest = 1e9 * bridged, "with an NVLink bridge"
     return LinkRange(slowest[0], fastest[0], _either(fastest[1], slowest[1]))
 
 
@@ -97,7 +97,7 @@ def _pcie(gpu: Gpu, what_if: bool) -> tuple[str, str]:
     """The GPU's PCIe at its worst and at its best; a machine may connect 8 of its 16 lanes."""
     if gpu.host_link:
         return gpu.host_link, gpu.host_link
-    if gpu.link and gpu.link_is_pcie:
+    if gpu.link and gpu.link_is_pcie and gpu.link_gb_s:  # of a known generation
         best, lanes = gpu.link, int(gpu.link.rpartition(" ")[2])
         return (best.rpartition(" ")[0] + f" {min(8, lanes)}" if what_if else best), best
     generation = generation_of_pcie(gpu.compute_capability)

@@ -60,3 +60,19 @@ def test_between_machines_the_slower_of_network_and_link_counts():
 
 def test_cpus_have_none():
     assert links_of(replace(what_if("T4"), gpus=()), 2) == ()
+
+
+@pytest.mark.parametrize("name", ["RTX 3060", "A100 80GB"])
+@pytest.mark.parametrize(
+    ("link", "lane"),
+    [("PCIe 1.0 x 1", 0.25e9), ("PCIe 2.0 x 16", 8e9), ("PCIe 6.0 x 16", 128e9), ("PCIe 9.0 x 16", None)],
+)
+def test_a_link_that_is_old_or_new_has_a_rate_too(name, link, lane):
+    machine = what_if(name, 2)
+    gpus = tuple(replace(gpu, link=link, host_link=None, bridge=None) for gpu in machine.gpus)
+    machine = replace(machine, gpus=gpus, what_if=False)
+    ((slowest, fastest, either),) = links_of(machine, 2)
+    to_ram = host_link(machine)
+    assert 0 < slowest <= fastest and 0 < to_ram.slowest <= to_ram.fastest
+    assert lane is None or to_ram.slowest == pytest.approx(0.85 * lane)
+    assert "9.0" not in either  # a generation that nobody knows: that of such GPUs is taken
