@@ -12,10 +12,8 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.spelling import make
 
-NVIDIA, DISPLAY = (
-    "0x10de",
-    "0x03",
-)  # a vendor of PCI devices, and how the classes of display controllers begin
+NVIDIA = "0x10de"  # a vendor of PCI devices
+DISPLAY = "0x03"  # how the class of a GPU begins
 OTHER_BUILD = "install another build of PyTorch: docs/guides/install.md#cuda"
 
 
@@ -41,7 +39,7 @@ def require_usable(machine: Machine) -> None:
         raise ConfigError(f"{machine.note}; `{make('gpu-info')}` without it lists them, empty it is the CPU")
     if not machine.what_if and (problem := why_unusable(machine)):
         what, fix = problem
-        raise ConfigError(f"{what}; {fix}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU")
+        raise ConfigError(f"{what}; {fix}, or set CUDA_VISIBLE_DEVICES to other GPUs, empty to use the CPU")
 
 
 def why_left_out(machine: Machine, root: Path = Path("/")) -> str | None:

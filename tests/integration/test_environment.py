@@ -83,5 +83,8 @@ def test_one_process_uses_the_freest_gpu_and_says_so_if_pytorch_cannot(finished,
     seen = dict(PYTHONPATH=f"{tmp_path}:{REPOSITORY}", CUDA_VISIBLE_DEVICES="0,1,2", COLUMNS="200")
     done = finish(start("train", *words, **seen))
     assert "on GPU 1 of 0, 1, 2, with the most free memory" in done.out
-    assert done.code == ConfigError.exit_code and "CUDA_VISIBLE_DEVICES= (empty) to use the CPU" in done.err
+    assert (
+        done.code == ConfigError.exit_code
+        and "CUDA_VISIBLE_DEVICES to other GPUs, empty to use the CPU" in done.err
+    )
     assert not (tmp_path / "one" / "plan.json").exists()
