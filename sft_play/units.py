@@ -3,7 +3,8 @@
 1 GiB is 2**30 bytes and is always labeled GiB; GB (10**9) is not used.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
@@ -33,6 +34,11 @@ def format_count(number: float) -> str:
 def counted(count: int, noun: str) -> str:
     """`counted(1, "row")` is "1 row", `counted(2000, "process")` is "2,000 processes"."""
     return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def tallied(names: Iterable[str]) -> str:
+    """`tallied(["L4", "T4", "L4"])` is "2 x L4, 1 x T4"."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def plural(noun: str) -> str:

@@ -32,7 +32,7 @@ from sft_play.report.machine import process_text
 from sft_play.spelling import login, make, var
 from sft_play.ui.progress import PLANNING, spinner
 from sft_play.ui.screen import NamedValues
-from sft_play.units import GIB, counted, format_bytes
+from sft_play.units import GIB, counted, format_bytes, tallied
 from sft_play.upstream.huggingface_hub import limit_network
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -305,7 +305,7 @@ def plan_findings(resolved: ResolvedConfig, machine: Machine) -> Iterator[Findin
         with spinner(PLANNING):
             if gpus > 1 and config.parallel.engine == "auto":
                 alone = Request(config, architecture, facts, with_freest(machine, 1), 1)
-                with contextlib.suppress(DoesNotFitError):
+                with contextlib.suppress(ConfigError, DoesNotFitError):
                     plan = fastest_plan(alone, explain=False)
             request = Request(config, architecture, facts, machine, gpus or 1)
             plan = plan or plan_or_advise(request, partial(changed_command, resolved))
@@ -355,9 +355,7 @@ def device_findings(machine: Machine) -> Iterator[Finding]:
         larger = f"`{make('plan')}` predicts the step time of larger ones"
         yield Finding(WARNING, "device", what, f"fine for small models, such as SmolLM2-135M; {larger}")
         return
-    counts = Counter(gpu.name for gpu in machine.gpus)
-    names = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    what = f"{names}, driver {machine.driver or 'n/a'}"
+    what = f"{tallied(gpu.name for gpu in machine.gpus)}, driver {machine.driver or 'n/a'}"
     yield Finding(OK, "device", what)
     if machine.note:
         yield Finding(WARNING, "device", machine.note, "unset CUDA_VISIBLE_DEVICES if this is not intended")

@@ -12,7 +12,7 @@ from sft_play.report.plan import candidates, candidates_table, engine_label, not
 from sft_play.report.record import RunRecord
 from sft_play.report.table import Table
 from sft_play.report.tables import MISSING, NOT_RECORDED, formatted
-from sft_play.units import counted, format_bytes
+from sft_play.units import counted, format_bytes, tallied
 
 PATHS = {
     "model.name", "data.train_path", "data.val_path", "data.test_path", "data.chat_template", "output.dir",
@@ -115,7 +115,7 @@ def machine_line(run: RunRecord) -> str:
     found = run.environment
     names = [gpu["name"] for gpu in found.get("gpus") or []]
     if names:
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        return tallied(names)
     return f"{found['cpu'] or 'CPU'}, {counted(found['cpu_cores'], 'core')}" if found else MISSING
 
 

@@ -287,14 +287,17 @@ def test_rows_that_are_left_out_are_counted(config, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
+    ("settings", "count", "where"),
     [
-        ({"train__grad_accum": 1, "train__effective_batch_size": 8}, "fits 1 GPU: "),  # which 3 do not divide
-        ({"parallel__engine": "fsdp2"}, "fits 3 GPUs: "),
+        ({"train__grad_accum": 1, "train__effective_batch_size": 8}, 3, "fits 1 GPU: "),  # 3 do not divide it
+        ({"parallel__engine": "fsdp2"}, 3, "fits 3 GPUs: "),
+        ({"parallel__sequence_parallel_size": 2}, 4, "fits 4 GPUs: "),
     ],
 )
-def test_on_several_gpus_a_run_is_planned_on_one_unless_it_asks_for_more(config, tiny_model, settings, where):
-    findings = check.check(config(model__name=str(tiny_model), **settings), machine=what_if("L4", 3))
+def test_on_several_gpus_a_run_is_planned_on_one_unless_it_asks_for_more(
+    config, tiny_model, settings, count, where
+):
+    findings = check.check(config(model__name=str(tiny_model), **settings), machine=what_if("L4", count))
     (plan,) = (finding for finding in findings if finding.topic == "plan")
     assert plan.what.startswith(where)
 
