@@ -98,9 +98,10 @@ def prepare_job(
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     for_all = not ranks.launched_by_us and ranks.local_rank == 0
     run_begins()
-    require_usable(machine := _machine_of(processes // machines))
-    if for_all and (said := why_left_out(machine)):
-        warn(said)
+    if for_all:
+        require_usable(machine := _machine_of(processes // machines))
+        if said := why_left_out(machine):
+            warn(said)
     with part("data"):
         loaded = load_data(config, progress=progress, hashes=for_all, trained=True)
     run = open_run(config.output.dir, config.output.name, ranks.rank)

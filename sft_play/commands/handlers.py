@@ -162,7 +162,7 @@ def train(
 
 def _on_gpus(processes: int) -> None:
     """Chooses the GPUs of a run, before anything imports PyTorch."""
-    from sft_play.launch.environment import use_freest_gpus
+    from sft_play.launch.visible_gpus import use_freest_gpus
 
     if said := use_freest_gpus(processes):
         console().print(f"  {said}", style="dim")
@@ -170,7 +170,7 @@ def _on_gpus(processes: int) -> None:
 
 def _freest_gpu_first() -> None:
     """The same for a command that generates: on one GPU, or on all if the model does not fit there."""
-    from sft_play.launch.environment import put_freest_gpu_first
+    from sft_play.launch.visible_gpus import put_freest_gpu_first
 
     put_freest_gpu_first()
 

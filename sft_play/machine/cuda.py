@@ -14,6 +14,7 @@ from sft_play.spelling import make
 
 NVIDIA = "0x10de"  # a vendor of PCI devices
 DISPLAY = "0x03"  # how the class of a GPU begins
+A_GPU = re.compile("[0-9]|GPU-|MIG-")  # in CUDA_VISIBLE_DEVICES; all else hides all GPUs, as SLURM does
 OTHER_BUILD = "install another build of PyTorch: docs/guides/install.md#cuda"
 
 
@@ -35,7 +36,7 @@ def why_unusable(machine: Machine) -> tuple[str, str] | None:
 def require_usable(machine: Machine) -> None:
     """Raises a ConfigError if PyTorch cannot use the GPUs of this machine, or those that are asked for."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    if not machine.gpus and machine.note.startswith(f"CUDA_VISIBLE_DEVICES={asked} ") and asked[:1].isalnum():
+    if not machine.gpus and machine.driver and A_GPU.match(asked):
         raise ConfigError(f"{machine.note}; `{make('gpu-info')}` without it lists them, empty it is the CPU")
     if not machine.what_if and (problem := why_unusable(machine)):
         what, fix = problem

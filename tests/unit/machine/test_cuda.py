@@ -54,7 +54,9 @@ def test_a_run_on_a_gpu_that_pytorch_cannot_use_is_refused_before_it_begins():
     require_usable(replace(here, gpus=()))
 
 
-@pytest.mark.parametrize(("asked", "fits"), [("7", False), ("GPU-12ab", False), ("", True), ("-1", True)])
+@pytest.mark.parametrize(
+    ("asked", "fits"), [("7", False), ("GPU-12ab", False), ("", True), ("-1", True), ("NoDevFiles", True)]
+)
 def test_a_gpu_that_is_asked_for_and_is_not_there_is_no_run_on_the_cpu(monkeypatch, asked, fits):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
     note = f"CUDA_VISIBLE_DEVICES={asked} shows 0 of 4 GPUs"
