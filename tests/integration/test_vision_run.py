@@ -33,7 +33,8 @@ from tests.pictures import save
 from tests.vision_models import MODEL_TYPES, model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROWS, STEPS, RATE = 8, 3, 1e-3
+# Adam turns gradients of nearly zero into whole steps: at 1e-3 a processor's rounding shows in the third loss
+ROWS, STEPS, RATE = 8, 3, 1e-4
 
 
 def image_rows(folder):
