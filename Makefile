@@ -142,7 +142,7 @@ $(READY): requirements.lock requirements-source.lock locks/liger.lock pyproject.
 	@echo '  1 of 3: packages of requirements.lock'
 	$(INSTALL) --no-deps --require-hashes --only-binary :all: --requirement requirements.lock
 	@echo '  2 of 3: PyTorch $(TORCH); with CUDA several gigabytes'
-	$(INSTALL) torch==$(TORCH)
+	$(INSTALL) torch==$(TORCH) $$($(PY) -m scripts.torch_index)
 	@echo '  3 of 3: packages that are built here'
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) $(LOCKED) requirements-source.lock
 	$(INSTALL) --no-deps --no-build-isolation --editable .

@@ -1,9 +1,11 @@
 """Whether the installed PyTorch can use the GPUs of this machine, and how it allocates their memory."""
 
 import importlib
+import math
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +13,36 @@ from typing import NamedTuple
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.spelling import make
+from sft_play.units import listed
 
 NVIDIA = "0x10de"  # a vendor of PCI devices
 DISPLAY = "0x03"  # how the class of a GPU begins
 A_GPU = re.compile("[0-9]|GPU-|MIG-")  # in CUDA_VISIBLE_DEVICES; all else hides all GPUs, as SLURM does
-OTHER_BUILD = "install another build of PyTorch: docs/guides/install.md#cuda"
+HOW_TO_INSTALL = "docs/guides/install.md#cuda"
+
+
+class Wheels(NamedTuple):
+    """A published build of PyTorch 2.13: its CUDA, the oldest driver, the oldest and the newest GPUs."""
+
+    version: str
+    driver: int
+    oldest: tuple[int, int]
+    newest: tuple[int, int]
+
+    @property
+    def tag(self) -> str:
+        """As PyTorch's indexes are named."""
+        return f"cu{self.version.replace('.', '')}"
+
+    def have_code_for(self, gpus: Iterable[Gpu]) -> bool:
+        """Whether they run on all of these GPUs."""
+        capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
+        return all(self.oldest <= each <= self.newest for each in capabilities)
+
+
+# PyPI's first; that for 13.2 is for the same GPUs. Sources: pytorch #172352 and #190355, and NVIDIA's "Minor
+# Version Compatibility".
+PUBLISHED = (Wheels("13.0", 580, (7, 5), (99, 0)), Wheels("12.6", 525, (5, 0), (9, 0)))
 
 
 class Build(NamedTuple):
@@ -72,18 +99,20 @@ def installed_build() -> Build:
 
 def problem_of(machine: Machine, build: Build) -> tuple[str, str] | None:
     """As `why_unusable`, of this build; pure."""
-    named = f"torch {build.version}"
+    named, fix = f"torch {build.version}", how_to_use_gpus(machine)
     if build.cuda is None:
-        return f"{named} is a CPU build, but this machine has a GPU", OTHER_BUILD
+        return f"{named} is a CPU build, but this machine has a GPU", fix
     if not build.finds_gpus:
         if machine.cuda and int(machine.cuda.partition(".")[0]) < int(build.cuda.partition(".")[0]):
             upto = f"but driver {machine.driver} supports CUDA up to {machine.cuda}"
-            return f"{named} is built for CUDA {build.cuda}, {upto}", f"update the driver, or {OTHER_BUILD}"
-        return f"{named} finds no GPU that it can use: {build.says or 'it does not say why'}", OTHER_BUILD
+            return f"{named} is built for CUDA {build.cuda}, {upto}", fix
+        if (fitting := wheels_for(machine)) and fitting.version[:2] == build.cuda[:2]:
+            fix = "see what `nvidia-smi` says, and restart the machine after an update of its driver"
+        return f"{named} finds no GPU that it can use: {build.says or 'it does not say why'}", fix
     for gpu in machine.gpus:
         if not _has_code_for(gpu, build):
             capability = "{}.{}".format(*gpu.compute_capability or ())
-            return f"{named} for CUDA {build.cuda} has no code for {gpu.name} ({capability})", OTHER_BUILD
+            return f"{named} for CUDA {build.cuda} has no code for {gpu.name} ({capability})", fix
     return None
 
 
@@ -101,6 +130,30 @@ def _has_code_for(gpu: Gpu, build: Build) -> bool:
         if same or (kind == "compute" and not family and (of_major, of_minor) <= (major, minor)):
             return True
     return False
+
+
+def wheels_for(machine: Machine) -> Wheels | None:
+    """The first published build that its driver and all its GPUs can use."""
+    driver = _driver_branch(machine)
+    return next(
+        (each for each in PUBLISHED if driver >= each.driver and each.have_code_for(machine.gpus)), None
+    )
+
+
+def how_to_use_gpus(machine: Machine) -> str:
+    """What makes the GPUs of a machine usable: another build of PyTorch, another driver, or fewer GPUs."""
+    if wheels := wheels_for(machine):
+        return f"install PyTorch for CUDA {wheels.version}: {HOW_TO_INSTALL}"
+    names = listed(list(dict.fromkeys(gpu.name for gpu in machine.gpus)), 3)
+    if drivers := [each.driver for each in PUBLISHED if each.have_code_for(machine.gpus)]:
+        return f"update the driver to {min(drivers)} or newer, which PyTorch needs for {names}"
+    return f"no published build of PyTorch has code for all of {names}"
+
+
+def _driver_branch(machine: Machine) -> float:
+    """The first number of its driver's version; infinite if it has no known one."""
+    branch = (machine.driver or "").partition(".")[0]
+    return int(branch) if branch.isdecimal() else math.inf
 
 
 def has_expandable_segments() -> bool:

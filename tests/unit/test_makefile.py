@@ -488,6 +488,7 @@ def test_torch_and_what_is_built_are_in_no_lock_of_wheels():
 
 
 def test_packages_are_installed_by_hash_and_the_locked_tools_build_what_has_no_wheel(tmp_path):
+    python = f"'{tmp_path}/bin/python'"
     installs = [
         line.split(" scripts/pip_install.py ")[1]
         for line in recipe("install", VENV=str(tmp_path)).splitlines()
@@ -495,7 +496,7 @@ def test_packages_are_installed_by_hash_and_the_locked_tools_build_what_has_no_w
     ]
     assert installs == [
         "--no-deps --require-hashes --only-binary :all: --requirement requirements.lock",
-        f"torch=={TORCH}",
+        f"torch=={TORCH} $({python} -m scripts.torch_index)",
         "--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock",
         "--no-deps --no-build-isolation --editable .",
         "--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement locks/liger.lock; fi",
@@ -556,6 +557,7 @@ DEVELOPER_SCRIPTS = {
     "floor_requirements.py",
     "pip_install.py",
     "requirements_of.py",
+    "torch_index.py",
 }  # programs with tests of their own
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in DEVELOPER_SCRIPTS)
 

@@ -15,8 +15,8 @@ LATER = CUDA12._replace(codes=(*CUDA12.codes, "compute_90"))
 ONLY_HOPPER = CUDA12._replace(codes=("sm_90a",))
 
 
-def machine(name, cuda="13.0"):
-    return replace(what_if(name), what_if=False, driver="550.54.14", cuda=cuda)
+def machine(name, cuda="13.0", driver="580.65.06"):
+    return replace(what_if(name), what_if=False, driver=driver, cuda=cuda)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,13 @@ def test_a_build_runs_on_gpus_that_it_has_code_for(build, runs, does_not):
 
 def test_a_driver_that_is_too_old_is_named_with_what_it_supports():
     build = CUDA13._replace(finds_gpus=False, says="The NVIDIA driver on your system is too old", codes=())
-    problem, fix = problem_of(machine("RTX 4090", cuda="12.4"), build)
+    problem, fix = problem_of(machine("RTX 4090", cuda="12.4", driver="550.54.14"), build)
     assert problem == "torch 2.13.0 is built for CUDA 13.0, but driver 550.54.14 supports CUDA up to 12.4"
-    assert fix.startswith("update the driver, or install")
-    problem, _ = problem_of(machine("RTX 4090"), build)  # whose driver is new enough: PyTorch says why
+    assert fix.startswith("install PyTorch for CUDA 12.6: docs/")
+    _, fix = problem_of(machine("RTX 5090", cuda="12.8", driver="570.124.06"), build)
+    assert fix == "update the driver to 580 or newer, which PyTorch needs for NVIDIA GeForce RTX 5090"
+    problem, fix = problem_of(machine("RTX 4090"), build)  # whose driver is new enough: PyTorch says why
+    assert fix.startswith("see what `nvidia-smi` says")
     assert problem.endswith("finds no GPU that it can use: The NVIDIA driver on your system is too old")
 
 
