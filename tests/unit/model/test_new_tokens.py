@@ -110,7 +110,7 @@ def test_only_rows_of_new_tokens_are_trained_and_saved_and_merged(models, tmp_pa
     shapes = sorted(tuple(parameter.shape) for parameter in trained.values())
     assert shapes == [(2, 16)] * (1 if tied else 2) + [(16,)] * len(whole)
     before = logits(adapted)
-    near = summed(forward_terms(load(model), tokens=6))
+    near = summed(forward_terms(attach_adapter(load(model), settings, new_ids=IDS), tokens=6))
     with adapted.disable_adapter():
         assert_same_tensor(logits(adapted), before, near)
     train(adapted)
