@@ -22,6 +22,9 @@ KINDS = {
 }
 ENGINES = ("ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3")
 LESS = {("deepspeed_z3", "backward"): 5e-3}  # than predicted: up to a tensor of hidden states
+# gloo's thread may let go of a layer's gathered weights only after DeepSpeed's wait for them: with a pause after each
+# wait, twelve probes of twelve measured the prediction; without, a third of them up to 4% more
+MORE = {"deepspeed_z3": 0.05}
 COMMON = {
     "batch_size": 2, "effective_batch_size": ROWS, "max_steps": 3, "learning_rate": 1e-3, "weight_decay": 0.1,
 }  # fmt: skip
@@ -64,6 +67,6 @@ def test_their_probes_measure_what_was_predicted(engine, folder, kind):
         found = json.loads((folder / f"{engine}-probed-{kind}" / f"probed.{rank}.json").read_text())
         measured, predicted = found["measured"], found["predicted"]
         for phase in ("forward", "backward"):
-            least = 1 - LESS.get((engine, phase), 1e-3)
-            assert least < measured[phase] / predicted[phase] < 1.001
+            least, most = 1 - LESS.get((engine, phase), 1e-3), 1 + MORE.get(engine, 1e-3)
+            assert least < measured[phase] / predicted[phase] < most
         assert measured["optimizer"] < 1.001 * max(predicted.values())
