@@ -36,8 +36,8 @@ def specs_of(model, engines):
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["MULTI_GPU", pytest.param("DEEPSPEED", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED"])
 @pytest.mark.timeout(600)
 def test_a_probe_leaves_nothing_alive(tiny_model, tmp_path, kind):
     launch_jobs(tmp_path, LAUNCHES[kind][0], 2, specs_of(tiny_model, LAUNCHES[kind]), forked=True)

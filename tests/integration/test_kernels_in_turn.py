@@ -105,6 +105,7 @@ def trained_on_two(script: str, tiny_model, tmp_path, monkeypatch, *words):
     return done.out, read_json(RunDir(config.parent / "runs" / "one").plan)["plan"]
 
 
+@pytest.mark.slow
 def test_two_ranks_go_by_the_slower_of_them(tiny_model, tmp_path, monkeypatch):
     """Rank 0 alone would take those of transformers, which are slow on rank 1."""
     out, plan = trained_on_two("slowed_rank.py", tiny_model, tmp_path, monkeypatch)

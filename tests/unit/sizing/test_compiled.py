@@ -79,7 +79,7 @@ def test_without_generated_code_a_step_takes_at_most_what_it_takes_without_compi
     compiled.generating.cache_clear()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plan_for_a_cpu_has_the_memory_of_compiled_layers_and_says_so():
     model, rows = Architecture.of(small_config("llama", SIZES)), DataFacts.full_rows(64, 0)
 
