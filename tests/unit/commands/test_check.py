@@ -14,6 +14,7 @@ from sft_play.cli import main
 from sft_play.commands import check
 from sft_play.commands.check import ERROR, OK, WARNING, Finding, exit_code
 from sft_play.config.load import load_config
+from sft_play.machine import cuda
 from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
 from sft_play.units import GIB
 
@@ -348,10 +349,7 @@ def test_new_tokens_are_shown_with_their_pieces_or_refused(config, tiny_model):
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else real(name)
-    )
+    monkeypatch.setattr(cuda, "installed_build", lambda: cuda.Build("2.13.0+cpu", None, False))
     assert "is a CPU build, but this machine has a GPU" in errors(check.version_findings(what_if("L4")))
 
 

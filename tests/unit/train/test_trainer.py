@@ -55,6 +55,7 @@ def break_weight(trainer: PlannedTrainer) -> None:
 
 def test_a_process_that_sees_two_gpus_trains_on_one(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)  # which a CUDA build would do
     for kind, count in ((SFTConfig, 2), (Arguments, 1)):  # TRL refuses two
         args = kind(output_dir=str(tmp_path), bf16=False, per_device_train_batch_size=3)
         assert (args.n_gpu, args.train_batch_size) == (count, 3 * count)

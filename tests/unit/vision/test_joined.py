@@ -27,7 +27,9 @@ from tests.vision_models import IMAGE, config_of, picture_rows, random_model, ra
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("qwen3_vl", "smolvlm", "gemma3", "qwen3_5")
-NEAR = dict.fromkeys(KINDS, 2e-5) | {"qwen3_5": 1e-4}  # plain transformers is as far from 64 bits; 1.1e-5 on AVX2
+NEAR = dict.fromkeys(KINDS, 2e-5) | {
+    "qwen3_5": 1e-4
+}  # plain transformers is as far from 64 bits; 1.1e-5 on AVX2
 
 
 def alone(kind, rows, adapted=lambda model: model):
