@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sft_play.errors import ConfigError
+from sft_play.machine.compiler import missing_for_compiler
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.spelling import make
 from sft_play.units import listed
@@ -18,6 +19,7 @@ from sft_play.units import listed
 NVIDIA = "0x10de"  # a vendor of PCI devices
 DISPLAY = "0x03"  # how the class of a GPU begins
 A_GPU = re.compile("[0-9]|GPU-|MIG-")  # in CUDA_VISIBLE_DEVICES; all else hides all GPUs, as SLURM does
+OF_DEBIAN = " (on Debian and Ubuntu: apt-get install gcc python3-dev)"
 HOW_TO_INSTALL = "docs/guides/install.md#cuda"
 
 
@@ -53,6 +55,7 @@ class Build(NamedTuple):
     finds_gpus: bool
     says: str = ""  # why it finds none
     codes: tuple[str, ...] = ()  # for GPUs that it has code for: "sm_75"; or "compute_120", and any later one
+    lacks: str | None = None  # what its kernels in Triton need, among them that of each loss, and is not here
 
 
 def why_unusable(machine: Machine) -> tuple[str, str] | None:
@@ -94,7 +97,7 @@ def installed_build() -> Build:
         finds = torch.cuda.is_available()
     codes = tuple(torch.cuda.get_arch_list()) if finds else ()
     why = str(said[-1].message).strip().partition("\n")[0] if said else ""
-    return Build(torch.__version__, torch.version.cuda, finds, why, codes)
+    return Build(torch.__version__, torch.version.cuda, finds, why, codes, missing_for_compiler("cuda"))
 
 
 def problem_of(machine: Machine, build: Build) -> tuple[str, str] | None:
@@ -113,6 +116,8 @@ def problem_of(machine: Machine, build: Build) -> tuple[str, str] | None:
         if not _has_code_for(gpu, build):
             capability = "{}.{}".format(*gpu.compute_capability or ())
             return f"{named} for CUDA {build.cuda} has no code for {gpu.name} ({capability})", fix
+    if build.lacks:
+        return f"training on a GPU needs {build.lacks}, which is not installed", f"install it{OF_DEBIAN}"
     return None
 
 

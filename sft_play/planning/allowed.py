@@ -9,10 +9,10 @@ from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
+from sft_play.machine.compiler import missing_for_compiler
 from sft_play.plan import PROBED, Device, Estimator, Memory, Plan
 from sft_play.planning.candidates.compiled import (
     may_compile,
-    missing_for_compiler,
     require_compilable,
     require_compiler,
 )

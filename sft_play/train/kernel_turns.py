@@ -23,12 +23,13 @@ from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, first_line
 from sft_play.job import Job, request_of
+from sft_play.machine.compiler import missing_for_compiler
 from sft_play.model.layers.compilation import compiled_forwards, plain_forwards
 from sft_play.model.layers.own_passes import forward_of, forwards_with, replace_forward
 from sft_play.plan import PROBED, Plan
 from sft_play.planning.allowed import estimator_of
 from sft_play.planning.budget import training_device
-from sft_play.planning.candidates.compiled import may_compile, missing_for_compiler
+from sft_play.planning.candidates.compiled import may_compile
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import plan_clock
 from sft_play.planning.speed.timed_kernels import (

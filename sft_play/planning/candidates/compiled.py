@@ -1,10 +1,5 @@
 """Whether the decoder layers of a run can be compiled, and what its plan says of it."""
 
-import os
-import shutil
-import sysconfig
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from sft_play.choices.engines import WHOLE
@@ -12,6 +7,7 @@ from sft_play.choices.kernels import COMPILED, FLOAT8
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
+from sft_play.machine.compiler import missing_for_compiler
 from sft_play.model.attention.table import NAME
 from sft_play.model.layers import float8
 from sft_play.plan import Device, Plan
@@ -45,18 +41,6 @@ def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
             raise ConfigError(
                 f"{setting} needs {missing}, which is not installed; install it, or set {other}"
             )
-
-
-def missing_for_compiler(device: str) -> str | None:
-    """What the compiler of a "cuda" or "cpu" device needs and is not here; None if nothing."""
-    if device == "cuda" and not find_spec("triton"):
-        return "the package triton"
-    kind, variable, usual = ("C", "CC", "gcc") if device == "cuda" else ("C++", "CXX", "g++")
-    found = os.environ.get(variable) or usual
-    if not shutil.which(found.split()[0]):  # as in "ccache g++"
-        return f"a {kind} compiler ({found}; {variable} names another one)"
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return None if headers.is_file() else f"{headers} (on Debian and Ubuntu of python3-dev)"
 
 
 def require_compilable(config: RunConfig, architecture: Architecture, attention: str, device: Device) -> None:

@@ -36,6 +36,16 @@ def test_a_build_runs_on_gpus_that_it_has_code_for(build, runs, does_not):
         assert "install.md#cuda" in fix
 
 
+def test_what_the_kernels_of_a_run_are_compiled_with_is_asked_for_before_the_run():
+    problem, fix = problem_of(
+        machine("RTX 4090"), CUDA13._replace(lacks="a C compiler (gcc; CC names another one)")
+    )
+    assert problem.startswith("training on a GPU needs a C compiler (gcc") and problem.endswith(
+        "not installed"
+    )
+    assert "apt-get install gcc python3-dev" in fix
+
+
 def test_a_driver_that_is_too_old_is_named_with_what_it_supports():
     build = CUDA13._replace(finds_gpus=False, says="The NVIDIA driver on your system is too old", codes=())
     problem, fix = problem_of(machine("RTX 4090", cuda="12.4", driver="550.54.14"), build)
