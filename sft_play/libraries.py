@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import distributed_engines
 from sft_play.errors import ConfigError, first_line
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.cuda import has_expandable_segments
+from sft_play.machine.allocator import has_expandable_segments
 from sft_play.secrets import redact
 from sft_play.spelling import make
 
@@ -56,7 +56,7 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
         return ConfigError(f"TORCH_LOGS={value}: PyTorch does not know this setting; unset TORCH_LOGS")
     if OF_THE_DRIVER.match(str(error)) and has_expandable_segments():
         return ConfigError(
-            f"{first_line(error)}\nThe drivers of some virtual GPUs, of WSL 2 and of Jetson boards cannot "
+            f"{first_line(error)}\nThe drivers of some virtual GPUs and of Jetson boards cannot "
             "make memory segments grow. If every run ends so, set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the environment: plans count with that"
         )

@@ -33,6 +33,7 @@ from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 from sft_play.ui.progress import LOADING, progress_bar, spinner
 from sft_play.units import counted
+from sft_play.upstream.accelerate import is_out_of_memory
 from sft_play.upstream.huggingface_hub import limit_network
 
 BOOTSTRAPS = 1000  # for standard errors that have no formula
@@ -160,8 +161,6 @@ def _run(harness: object, tasks: object, config: RunConfig, options: Options) ->
 @contextmanager
 def _explaining(options: Options, run: RunDir) -> Iterator[None]:
     """Names the tasks and the log in whatever lm-eval, a task or a data set raises within."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
     try:
         yield
     except SftPlayError:
@@ -171,7 +170,7 @@ def _explaining(options: Options, run: RunDir) -> Iterator[None]:
             traceback.print_exc(file=log)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
         names = ",".join(options.tasks)
-        if should_reduce_batch_size(error):
+        if is_out_of_memory(error):
             raise DoesNotFitError(
                 f"out of memory in {var(TASKS=names)}: {reason}\nSet eval.batch_size=1, or free memory"
             ) from error

@@ -241,7 +241,7 @@ def compare(job: Job) -> list[dict[str, object]]:
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
         return []
     from sft_play.commands.evaluate import before_after
-    from sft_play.train.recovery import is_out_of_memory
+    from sft_play.upstream.accelerate import is_out_of_memory
 
     try:
         comparison = before_after(job.config, job.run, job.data, job.tokenizer)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from sft_play.machine.allocator import set_allocator
 from sft_play.machine.host import asked_threads, compilers_of, usable_cores
 from sft_play.upstream.patching import lasting
 
@@ -73,7 +74,7 @@ def set_environment(*, rank: bool = False) -> None:
     settle_environment(os.environ, rank=rank)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    set_allocator()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
     logging.getLogger("DeepSpeed").addFilter(_of_use)  # which sets its level itself

@@ -1,4 +1,4 @@
-"""Whether the installed PyTorch can use the GPUs of this machine, and how it allocates their memory."""
+"""Whether the installed PyTorch can use the GPUs of this machine."""
 
 import importlib
 import math
@@ -159,10 +159,3 @@ def _driver_branch(machine: Machine) -> float:
     """The first number of its driver's version; infinite if it has no known one."""
     branch = (machine.driver or "").partition(".")[0]
     return int(branch) if branch.isdecimal() else math.inf
-
-
-def has_expandable_segments() -> bool:
-    """Whether the allocator of a process will have them: as `cli.py` sets it, unless the user did."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    own = [os.environ[name] for name in names if name in os.environ]
-    return not own or any("expandable_segments:true" in setting.lower() for setting in own)

@@ -14,6 +14,7 @@ from sft_play.errors import DataError, DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights.finished import release_memory
 from sft_play.ui.progress import progress_bar
+from sft_play.upstream.accelerate import is_out_of_memory
 from sft_play.vision.families import TEXT_ALONE, Recipe
 from sft_play.vision.prompts import NO_PICTURES, Pictures
 
@@ -39,15 +40,13 @@ def in_batches(
     Raises:
         DoesNotFitError: one row alone does not fit.
     """
-    from accelerate.utils.memory import should_reduce_batch_size
-
     start = 0
     while start < len(rows):
         batch = list(rows[start : start + size])
         try:
             result = work(batch)
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not is_out_of_memory(error):
                 raise
             if len(batch) == 1:
                 raise DoesNotFitError(

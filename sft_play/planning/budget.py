@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.machine.cuda import has_expandable_segments
+from sft_play.machine.allocator import has_expandable_segments
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import asked_threads, compilers_of
 from sft_play.plan import Device

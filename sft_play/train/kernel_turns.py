@@ -49,6 +49,7 @@ from sft_play.train.ranks import all_agree, from_all, from_main, now
 from sft_play.train.session import Session
 from sft_play.ui.console import console, warn
 from sft_play.units import format_duration
+from sft_play.upstream.accelerate import is_out_of_memory
 
 TURNS = 4  # steps of each side, in alternating order; the first one warms up
 SIXTEEN_BITS = 0.02  # by which losses and gradient norms may differ, as heads of 16 bits do (decision 0104)
@@ -287,7 +288,7 @@ def _fails_alone(session: Session, rows: Dataset, theirs: Forwards) -> str:
 
 
 def _problem(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "memory ran out"
     return f"they failed: {type(error).__name__}: {first_line(error)}"
 

@@ -44,7 +44,7 @@ from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 from sft_play.ui.progress import spinner
-from sft_play.upstream.accelerate import wrapped_as_before
+from sft_play.upstream.accelerate import is_out_of_memory, wrapped_as_before
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
 WARM_UP = "warm-up"  # phase of the first
@@ -138,7 +138,9 @@ def fits_alone(session: Session, rows: Dataset) -> bool:
         with autocast_of(plan.precision.autocast, trainer.accelerator.device.type):
             loss = token_loss(model, inputs)
         loss.backward()
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         model.zero_grad(set_to_none=True)
@@ -183,7 +185,9 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
         try:
             _run(session, rows, clock)
             overhead = overhead_bytes(trainer.args.device)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if plan.sharing.world_size > 1:
                 write_ran_out(correction_path(session.job, plan), plan)  # the next run plans without it
                 raise DoesNotFitError(

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sft_play.errors import DoesNotFitError, OutOfMemory, first_line
@@ -30,12 +28,7 @@ from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
 from sft_play.ui.console import console
 from sft_play.units import counted
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a GPU or the machine has no memory left."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, Exception) and should_reduce_batch_size(error))
+from sft_play.upstream.accelerate import is_out_of_memory
 
 
 @contextmanager

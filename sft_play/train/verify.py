@@ -24,6 +24,7 @@ from sft_play.spelling import make
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import console
 from sft_play.units import format_bytes
+from sft_play.upstream.accelerate import is_out_of_memory
 
 ISOLATION_TOKENS = 8
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
@@ -142,7 +143,7 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
         with torch.no_grad():
             return [model(**each, use_cache=False) for each in inputs]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, DEVICE_ERRORS) or "memory" in str(error):
+        if isinstance(error, DEVICE_ERRORS) or is_out_of_memory(error):
             raise
         raise ConfigError(
             f"model.name: {_name(model)} cannot compute its logits here: "

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.cache import DAY_S, recall, remember, state_of
+from sft_play.machine.allocator import has_expandable_segments
 from sft_play.machine.catalogue import SPECS_FILE
-from sft_play.machine.cuda import has_expandable_segments
 from sft_play.machine.prices import price_of
 from sft_play.planning.request import Request
 from sft_play.sizing.facts.step_facts import has_attention_packages

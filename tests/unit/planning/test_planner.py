@@ -1,8 +1,11 @@
 """Planning a run from data, model and machine: facts of the rows, budgets, the same run on more processes."""
 
 import json
+import os
+import platform
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError
+from sft_play.machine.allocator import VARIABLES, set_allocator
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.plan import Plan
@@ -360,19 +364,26 @@ def test_the_plan_says_what_is_known_of_errors_on_such_gpus(name, mode, said):
 
 
 @pytest.mark.parametrize(
-    ("environment", "expandable"),
+    ("environment", "kernel", "expandable"),
     [
-        ({}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({}, "6.8.0-45-generic", True),
+        ({}, "5.15.153.1-microsoft-standard-WSL2", False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "5.15.153.1-microsoft-standard-WSL2", True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, "6.8.0-45-generic", False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "6.8.0-45-generic", False),
     ],
 )
-def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, expandable, monkeypatch):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, kernel, expandable, monkeypatch):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(release=kernel))
+    set_allocator()
+    asked = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    assert asked == (
+        environment or ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {})
+    )
     assert memory_device(run(), what_if("T4"), 1).expandable == expandable
 
 

@@ -11,7 +11,8 @@ from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.process import ended_by_signals
-from sft_play.train.recovery import StopOnSignal, ended_at_once, is_out_of_memory, memory_errors_explained
+from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained
+from sft_play.upstream.accelerate import is_out_of_memory
 from tests.unit.train.plans import PLAN
 
 ARGS = SimpleNamespace(device=torch.device("cpu"))
@@ -107,6 +108,24 @@ def test_the_error_of_the_allocator_of_the_cpu_is_recognized():
         torch.empty(2**60, dtype=torch.uint8)  # more than an address space holds
     assert is_out_of_memory(error.value)
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_cuda_its_libraries_and_triton_run_out_of_memory_in_their_own_words(error, full):
+    assert is_out_of_memory(error) == full
 
 
 def test_running_out_of_memory_says_what_to_change():
