@@ -256,9 +256,9 @@ def unknown_words(config: RunConfig, text: str) -> list[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in a row, at any depth."""
+    """All strings in a row, at any depth, with "?" for half a character, which is refused in a run."""
     if isinstance(value, str):
-        yield value
+        yield value.encode("utf-8", "replace").decode()
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)

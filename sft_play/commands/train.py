@@ -14,7 +14,7 @@ from sft_play.commands.judges import require_given
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
+from sft_play.errors import CheckpointError, ConfigError, DataError, DoesNotFitError, OutOfMemory
 from sft_play.hooks import NO_HOOKS, Hooks
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate_config import CPU_PROCESSES
@@ -62,7 +62,7 @@ def train_command(
     run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if resume and not nodes.rank:
         require_started(run)
-    if nodes.count == 1 and resolved.config.train.resume == "auto" and is_finished(run, resolved.config):
+    if nodes.count == 1 and resolved.config.train.resume == "auto" and is_finished(run, resolved):
         console().print(f"{run.path} has already finished: nothing is left to do, and nothing was changed")
         return
     with (
@@ -86,17 +86,17 @@ def require_started(run: RunDir) -> None:
         raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
 
 
-def is_finished(run: RunDir, config: RunConfig) -> bool:
+def is_finished(run: RunDir, resolved: ResolvedConfig) -> bool:
     """Whether a run has come to its end with these settings, and its weights are there and whole."""
     if read_json(run.summary).get("status") != "done":
         return False
     how = {"train": {"resume"}, "output": {"dir", "name"}}
     try:
         begun = load_config(run.config).config
-        if begun.model_dump(exclude=how) != config.model_dump(exclude=how):
+        if begun.model_dump(exclude=how) != materialise(resolved).config.model_dump(exclude=how):
             return False
         finished_weights(begun, run)
-    except (CheckpointError, ConfigError):  # they are to be made again, or it has a setting that is gone
+    except (CheckpointError, ConfigError, DataError):  # to be made again, or a setting or data that are gone
         return False
     return True
 

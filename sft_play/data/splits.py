@@ -17,6 +17,7 @@ from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
 from sft_play.errors import DataError
 from sft_play.parts import IGNORED
 from sft_play.spelling import make
+from sft_play.units import capitalized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,9 +278,11 @@ def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> Data
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     hint = f"Run `{make('process')}` to see the conversations that were read"
     if dropped[ANSWER_TRUNCATED] or dropped[too_long(max_tokens)]:
-        hint = (
-            f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
-        )
+        now, asked = config.data.overlong, config.model.max_seq_len
+        way = f"set data.overlong={'truncate or split' if now == 'drop' else 'split'} (it is {now})"
+        hint = f"Increase model.max_seq_len (now {asked}), or {way}"
+        if asked == "auto":
+            hint = f"{capitalized(way)}: rows have at most the {max_tokens:,} tokens that the model supports"
     if part.given.alone:
         hint += f"; to train without these rows, use only the others: {part.given.alone}"
     where = part.given.key if not config.data.sources else f"{part.given.key} ({part.given.path})"

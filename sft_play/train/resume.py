@@ -14,7 +14,15 @@ from sft_play.manifest import has_manifest, read_manifest
 from sft_play.model.weights.base_files import require_same_base
 from sft_play.runlog import read_json
 from sft_play.spelling import var
-from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
+from sft_play.train.checkpoints import (
+    STATE,
+    by_step,
+    find_problem,
+    newest_whole,
+    require_movable,
+    set_aside_stale,
+    step_of,
+)
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import console, warn
 
@@ -54,10 +62,23 @@ def checkpoint_to_resume(job: Job) -> Path | None:
         require_same_base(job.config.model, job.run)
     for line in require_same_run(job, checkpoint):
         console().print(f"  changed since {checkpoint.name}: {line}", style="dim")
+    _require_steps_left(job, checkpoint)
     moved = require_movable(checkpoint, job.config, job.plan, job.checkpoint_parts)
     note = "; optimizer state is converted while loading" if moved else ""
     console().print(f"  resuming from {checkpoint}{note}")
     return checkpoint
+
+
+def _require_steps_left(job: Job, checkpoint: Path) -> None:
+    """Refuses a checkpoint of a later step than the run now has: its summary would be that of no training."""
+    done, total = step_of(checkpoint) or 0, job.plan.schedule.total_steps
+    if done > total:
+        earlier = [each.name for each in by_step(job.run) if (step_of(each) or 0) <= total]
+        other = f", or resume {earlier[-1]}: train.resume={earlier[-1]}" if earlier else ""
+        raise ConfigError(
+            f"{checkpoint} has {done:,} steps, and the run now ends after {total:,} (train.max_steps or "
+            f"train.epochs): nothing is left to train. Set them to more{other}"
+        )
 
 
 def clear_way(job: Job, checkpoint: Path | None) -> None:

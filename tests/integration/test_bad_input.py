@@ -289,6 +289,13 @@ def test_data_that_is_not_there_or_of_no_known_kind_is_named(refuses, tmp_path):
     refuses(["train", "data.train_path=", sources], 2, "the weights add up to 0")
 
 
+def test_rows_longer_than_the_model_supports_are_shortened_in_ways_that_are_named(refuses, tmp_path):
+    long = write_rows(tmp_path / "long.jsonl", [{"question": "w1 " * 5000, "answer": "w1"}])
+    refuses(
+        ["train", f"data.train_path={long}"], 3, "Set data.overlong=truncate or split", "the model supports"
+    )
+
+
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_rows_that_are_all_too_long_are_no_training(refuses, packing):
     refuses(

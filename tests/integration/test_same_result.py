@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.data.batching import pack
+from sft_play.errors import ConfigError
 from sft_play.model.layers import compilation
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
@@ -184,6 +185,12 @@ def test_resume_equals_no_interruption_bit_for_bit(tiny_model, tmp_path):
     expected = weights(whole)
     for name, tensor in weights(resumed).items():
         assert torch.equal(tensor, expected[name]), name
+    settings |= {"max_steps": 4, "allow_changed": ["train.max_steps"]}
+    fewer = make_job(tiny_model, tmp_path, "again", **settings, resume="auto")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint-8 has 8 steps, .* ends after 4 .*resume checkpoint-3: train"
+    ):
+        train(fewer)
 
 
 @pytest.mark.slow

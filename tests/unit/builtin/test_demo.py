@@ -101,6 +101,13 @@ def test_the_tiny_model_is_build_once_for_its_rows_and_found_again_without_torch
     assert demo.materialise(resolved("builtin:tiny", train_path=str(own_rows))).config.model.name != first
 
 
+def test_rows_with_half_a_character_have_a_tiny_model_too(tmp_path):
+    """Who reads the rows for the run refuses them in a sentence."""
+    (tmp_path / "half.jsonl").write_text('{"question": "\\ud83d", "answer": "w1"}')
+    made = demo.materialise(resolved("builtin:tiny", train_path=str(tmp_path / "half.jsonl")))
+    assert (Path(made.config.model.name) / "tokenizer.json").is_file()
+
+
 def test_the_tiny_model_without_readable_rows_says_what_is_wrong(tmp_path):
     missing = str(tmp_path / "nothing.jsonl")
     with pytest.raises(DataError, match=r"^data\.train_path: .* does not exist"):

@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from sft_play import cli
+from sft_play.builtin.demo import materialise
 from sft_play.commands import scaling
-from sft_play.commands.train import close, compare, opened_job
-from sft_play.config.load import ResolvedConfig
+from sft_play.commands.train import close, compare, is_finished, opened_job
+from sft_play.config.load import ResolvedConfig, dump_resolved
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.job import begin_run
 from sft_play.machine.gpus import detect
-from sft_play.runlog import update_summary
+from sft_play.runlog import RunDir, update_summary
 from tests.unit.finished_run import make_config
 
 
@@ -22,6 +24,18 @@ def resolved(tiny_model, tmp_path, monkeypatch):
     return lambda **settings: ResolvedConfig(
         make_config(tiny_model, tmp_path, **settings), {}, Path("x.yaml")
     )
+
+
+def test_a_finished_run_of_built_in_rows_is_known_by_the_names_that_people_type(tmp_path, monkeypatch):
+    data = {"train_path": "builtin:demo", "val_path": "builtin:demo"}
+    typed = ResolvedConfig(RunConfig.model_validate({"model": {"name": "x"}, "data": data}), {}, "x.yaml")
+    run = RunDir(tmp_path)
+    run.config.write_text(dump_resolved(materialise(typed)))
+    update_summary(run, status="done")
+    monkeypatch.setattr("sft_play.commands.train.finished_weights", lambda config, run: run.model)
+    assert is_finished(run, typed)
+    other = typed.config.data.model_copy(update={"limit": 5})
+    assert not is_finished(run, replace(typed, config=typed.config.model_copy(update={"data": other})))
 
 
 @pytest.mark.thorough

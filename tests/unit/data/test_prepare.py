@@ -305,7 +305,11 @@ def test_dedup_drops_later_copies_over_all_chunks(run):
             {},
             "none of the 3 rows .*3 no assistant turn",
         ),
-        (rows(40), {"max_seq_len": 4}, "40 longer than 4 tokens.*\nIncrease model.max_seq_len"),
+        (
+            rows(40),
+            {"max_seq_len": 4},
+            "40 longer than 4 tokens.*\nIncrease model.max_seq_len.*truncate or split",
+        ),
         (rows(40), {"max_seq_len": 4, "overlong": "truncate"}, "40 no answer left after truncation"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "1 no answer to train on"),
         ([{"text": " "}], {}, "1 blank text"),
