@@ -50,7 +50,8 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
         cells = {"run": row.name, "status": row.status, "note": row.note}
         cells |= {cell.column: cell.text for cell in row.cells}
         found.append(tuple(cells[column] for column in COLUMNS))
-    return Table(COLUMNS, found, left=(0, 1, 2, 3, 5, 6))
+    short = {} if any(row.note for row in rows) else {"note": None}
+    return Table(COLUMNS, found, left=(0, 1, 2, 3, 5, 6), short=short)
 
 
 def removable(names: Sequence[str], folder: Path) -> list[RunDir]:

@@ -70,8 +70,12 @@ def notes_on_candidates(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, An
 
 def _how_compared(plan: Mapping[str, Any]) -> list[str]:
     """What the one speed of each plan assumes, where it may have others."""
+    if not plan.get("step_seconds_range_reason"):
+        return []
+    beyond = plan["step_seconds_range"][1] > plan["step_seconds"]
+    besides = ", but not what divided weights may add at worst" if beyond else ""
     said = "tokens/s in this table assume the slowest links and no overlap, as when plans are compared"
-    return [said] if plan.get("step_seconds_range_reason") else []
+    return [said + besides]
 
 
 def _candidates_on_screen(tree: Mapping[str, Any]) -> RenderableType:

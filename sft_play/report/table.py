@@ -44,7 +44,8 @@ def on_screen(
     for index in shown:
         name = table.head[index]
         side = "left" if index in table.left else "right"
-        screen.add_column(table.short.get(name, name), justify=side, overflow="fold", no_wrap=bool(bars))  # type: ignore[arg-type]
+        whole = bool(bars) or not index  # a name is copied
+        screen.add_column(table.short.get(name, name), justify=side, overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
         if index in bars:
             screen.add_column("")  # which gives way
     for number, row in enumerate(table.rows):

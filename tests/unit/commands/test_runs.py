@@ -22,6 +22,15 @@ def test_runs_are_listed_with_model_method_status_steps_score_and_note(tmp_path,
     assert found["two"]["note"] == "a higher rate" and found["two"]["best_score"] is None
 
 
+def test_the_name_of_a_run_is_in_one_piece_and_no_column_is_empty(tmp_path, capsys):
+    for name in ("a-run-of-many-words", "a-run-of-many-words.20261130-0826"):
+        finished(tmp_path / name)
+    assert main(["runs", "--runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} >= {path.name for path in tmp_path.iterdir()}
+    assert "note" not in lines[0]
+
+
 def test_runs_are_removed_with_yes_alone_and_nothing_else_is(tmp_path, capsys, monkeypatch):
     for name in ("one", "two", "three"):
         finished(tmp_path / name)

@@ -289,6 +289,16 @@ def test_a_faster_plan_that_was_not_chosen_says_why(engine, size, said):
 
 
 @pytest.mark.parametrize(
+    ("most", "said"), [(2.0, "are compared"), (2.2, "are compared, but not what divided")]
+)
+def test_the_speeds_of_a_table_say_which_of_their_range_they_are(most, said):
+    plan = PLAN["plan"] | {"step_seconds": 2.0, "step_seconds_range": (1.5, most)}
+    tree = PLAN | {"plan": plan | {"step_seconds_range_reason": "the links"}, "memory": MEMORY}
+    found = " ".join(screen(plan_answer(tree | {"alternatives": [other(4, 0.9, 1)]}, "it fits")).split())
+    assert f"as when plans {said}" in found and found.count("at worst") == (most > 2)
+
+
+@pytest.mark.parametrize(
     ("row", "way"),
     [
         (dict(gradient_checkpointing=False), "kept"),  # as plans of earlier versions have it
