@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from sft_play.config.inputs import asked_name
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 
@@ -31,9 +32,10 @@ def require_positions(
     limit = positions or MAX_UNSTATED
     if asked <= limit:
         return
-    named = f"that '{model.name}' supports"
+    name = asked_name(model.name)
+    named = f"that '{name}' supports"
     if positions is None:
-        named = f"allowed for '{model.name}', which does not say how many it supports"
+        named = f"allowed for '{name}', which does not say how many it supports"
     raise ConfigError(
         f"{typed} exceeds the {limit} positions {named}. Set it to at most {limit}"
         f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.inputs import asked_name
 from sft_play.errors import ConfigError, first_line
 from sft_play.upstream.transformers import class_since
 from sft_play.vision.families import OneSize, Patches, Recipe, Tiles
@@ -101,7 +102,8 @@ def recipe_for(
     kind = KINDS.get(config.model_type)
     if kind is None:
         return (
-            f"'{name}' ({config.model_type}) learns from text alone; models that learn from images: {TRAINED}"
+            f"'{asked_name(name)}' ({config.model_type}) learns from text alone; models that learn from images: "
+            f"{TRAINED}"
         )
     try:
         processor = class_since(kind.since, kind.processor).from_pretrained(name, revision=revision)

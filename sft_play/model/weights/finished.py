@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sft_play.config.inputs import asked_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.manifest import find_damage, has_manifest, read_manifest
@@ -92,8 +93,8 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
         _require_same_positions(config, folder)
         base, asked = read_json(folder / settings).get("base_model_name_or_path"), config.model.name
         if base is not None and Path(base).name != Path(asked).name:
-            warning = f"the adapter was trained on {base}, but the config's model.name is {asked}"
-            warn(f"warning: {warning}")
+            names = f"trained on {asked_name(base)}, but the config's model.name is {asked_name(asked)}"
+            warn(f"warning: the adapter was {names}; {run.config} has the settings that it was trained with")
         require_same_base(config.model, run)
     return folder
 
