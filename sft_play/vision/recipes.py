@@ -102,8 +102,8 @@ def recipe_for(
     kind = KINDS.get(config.model_type)
     if kind is None:
         return (
-            f"'{asked_name(name)}' ({config.model_type}) learns from text alone; models that learn from images: "
-            f"{TRAINED}"
+            f"'{asked_name(name)}' ({config.model_type}) learns from text alone; "
+            f"models that learn from images: {TRAINED}"
         )
     try:
         processor = class_since(kind.since, kind.processor).from_pretrained(name, revision=revision)
