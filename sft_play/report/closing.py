@@ -43,8 +43,9 @@ def closing_screen(
     blocks: list[RenderableType] = [NamedValues([*run_values(summary), *told_to_servers(summary)])]
     if before or after:
         name = "held-out rows"
-        if "answered_rows" in after:
-            name += f" ({answered(after)})"
+        if "answered_rows" in after:  # losses are those of the validation rows
+            losses = "losses on val, " if "loss" in after and after["split"] != "val" else ""
+            name += f" ({losses}{answered(after)})"
         table = on_screen(metric_table({"before": before, "after": after}, name))
         table.columns[2].style = "bold"
         blocks.append(Group(table, unfinished_note(after)) if after.get("unfinished_answers") else table)

@@ -75,7 +75,7 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     assert "plan micro-batch 4 x accumulation 3 x 2 processes = 24 sequences" in lines
     assert "trained on 1,200 steps, 5M supervised tokens" in lines
     assert "speed 4,321 tokens/s, no padding" in lines
-    assert "held-out rows (50 answers on test) before after" in lines
+    assert "held-out rows (losses on val, 50 answers on test) before after" in lines
     assert "loss 2.0000 0.1000" in lines
     assert "exact match 2.0% 96.0%" in lines
     assert "adapter runs/demo/adapter" in lines
