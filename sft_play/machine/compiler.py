@@ -17,7 +17,8 @@ def missing_for_compiler(device: str) -> str | None:
     names = [asked.split()[0]] if asked else usual  # as in "ccache g++"
     if not any(map(shutil.which, names)):
         return f"a {kind} compiler ({asked or usual[0]}; {variable} names another one)"
-    headers = Path(sysconfig.get_path("include"), "Python.h")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # a scheme of Debian's
+    headers = Path(sysconfig.get_path("include", scheme), "Python.h")
     if not headers.is_file():
         return f"{headers} (on Debian and Ubuntu of python3-dev)"
     return "the package triton" if device == "cuda" and not find_spec("triton") else None

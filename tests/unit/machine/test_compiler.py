@@ -47,6 +47,6 @@ def test_headers_and_triton_are_needed_too(programs, monkeypatch, tmp_path):
     programs("gcc")
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     assert missing_for_compiler("cuda") == "the package triton"
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda *of: str(tmp_path))
     found = missing_for_compiler("cuda")
     assert found == f"{tmp_path}{os.sep}Python.h (on Debian and Ubuntu of python3-dev)"

@@ -102,7 +102,7 @@ def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
             require_compiler(built, cpu, here=True)
     monkeypatch.setenv("CXX", f"{sys.executable} g++")  # a program that starts the compiler
     require_compiler(config_of(), cpu, here=True)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda *of: str(tmp_path))
     with pytest.raises(ConfigError, match=r"Python.h \(on Debian and Ubuntu of python3-dev\), which is not"):
         require_compiler(config_of(), cpu, here=True)
 
