@@ -28,6 +28,7 @@ from sft_play.launch.environment import set_environment
 from sft_play.results import Evaluation, Planned, Run, Scores, answers_of
 from sft_play.rows.calls import history_text
 from sft_play.runlog import RunDir, read_json
+from sft_play.spelling import in_python
 from sft_play.upstream.patching import undone
 
 Settings = Mapping[str, Any]  # by dotted name: {"train.learning_rate": 1e-4}
@@ -73,7 +74,8 @@ def plan(
         args = arguments("plan", _overrides(changed), model=model, config=config, gpu=gpu, gpus=gpus)
         with importing():
             from sft_play.commands.plan import plan_command
-        planned = plan_command(args)
+        with in_python():
+            planned = plan_command(args)
         if not planned.tree["complete"]:
             raise KeyboardInterrupt
         return planned

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from sft_play.commands.judges import hand_over
+from sft_play.config.aliases import ALIASES
 from sft_play.config.inputs import GIVEN
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -73,9 +74,18 @@ def _only(keyword: str, known: Mapping[str, Sequence[str]]) -> str:
     if names:
         written = " or ".join("_".join(name.split(".")[-2:]) for name in names)
         raise ConfigError(f"{keyword} is a setting of {len(names)} sections; write {written}")
-    close = difflib.get_close_matches(keyword, known, n=1)
+    close = [_keyword(ALIASES[keyword], known)] if keyword in ALIASES else []
+    close += difflib.get_close_matches(keyword, known, n=1)
     meant = f"; did you mean {close[0]}?" if close else f"; {settings_page()} lists all settings"
     raise ConfigError(f"{keyword} is not a setting{meant}")
+
+
+def _keyword(setting: str, known: Mapping[str, Sequence[str]]) -> str:
+    """The shortest keyword of a setting, with the value that may follow it: "a.b=c" is "b='c'"."""
+    name, equals, value = setting.partition("=")
+    *_, section, last = name.split(".")
+    keyword = last if len(known[last]) == 1 else f"{section}_{last}"
+    return f"{keyword}={value!r}" if equals else keyword
 
 
 def write_given(

@@ -1,11 +1,13 @@
 """How commands are spelled: a message names a target and variables of make, and its reader sees what to type.
 
 `make("train", NGPU=2)` is "make train NGPU=2"; for who did not come through make, it is
-"sft-play train --processes 2".
+"sft-play train --processes 2". Who calls a function of Python reads its keywords: "processes=2".
 """
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BY_MAKE = "SFT_PLAY_MAKE"  # which the Makefile sets
 RUNS = "runs"  # the folder in which a run is named by its name alone
@@ -76,6 +78,20 @@ OF_TARGET = {("plan", "NGPU"): "--gpus", ("train-slurm", "NGPU"): "--gpus", ("re
 AFTER = ("eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "export", "push", "resume")
 
 
+_called = False  # whether a block of `in_python` is open
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """In the block, settings are named as keywords of a function."""
+    global _called
+    before, _called = _called, True
+    try:
+        yield
+    finally:
+        _called = before
+
+
 def by_make() -> bool:
     """Whether make has started this process."""
     return bool(os.environ.get(BY_MAKE))
@@ -114,12 +130,25 @@ def var(**settings: object) -> str:
     Args:
         settings: name -> value, which is quoted already; the overrides of ARGS are not. None: only the name.
     """
-    return " ".join(_variable(*each) if by_make() else _flag("", *each) for each in settings.items())
+    return " ".join(_setting(*each) for each in settings.items())
+
+
+def typed(name: str, flag: str, value: object) -> str:
+    """A variable of make with its value, or the flag or keyword that it is without make."""
+    if _called:
+        return f"{flag.removeprefix('--').replace('-', '_')}={value}"
+    return either(f"{name}={value}", f"{flag} {value}")
 
 
 def quoted(words: str) -> str:
     """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
     return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'
+
+
+def _setting(name: str, value: object) -> str:
+    if _called and name in FLAGS and value is not None:
+        return typed(name, FLAGS[name], value)
+    return _variable(name, value) if by_make() else _flag("", name, value)
 
 
 def _variable(name: str, value: object) -> str:

@@ -57,6 +57,11 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
+def alternatives(names: Sequence[str]) -> str:
+    """`alternatives(["full", "lora", "qlora"])` is "full, lora or qlora"."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def format_duration(seconds: float) -> str:
     """`format_duration(4000)` is "1 h 06 min"; below a second it is in ms, from 100 hours in days."""
     if seconds < 0.9995:

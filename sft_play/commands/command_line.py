@@ -16,8 +16,9 @@ from sft_play import __version__
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.layout import ending, header, make_command
 from sft_play.runlog import RunDir
-from sft_play.spelling import either, make
+from sft_play.spelling import in_python, make, typed
 from sft_play.ui.console import console
+from sft_play.units import alternatives
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
@@ -152,8 +153,7 @@ def number(
     def read(_context: click.Context, _flag: click.Parameter, text: str | None) -> int | None:
         from sft_play.launch.nodes import whole_number
 
-        typed = f"{either(setting, name)}={text}"
-        return default if text is None else whole_number(typed, text, least, most)
+        return default if text is None else whole_number(typed(setting, name, text), text, least, most)
 
     return flag(name, help, callback=read, metavar="N")
 
@@ -169,11 +169,29 @@ def amount(name: str, setting: str, help: str, metavar: str) -> Decorator:
         except ValueError:
             found = 0.0
         if not 0 < found < float("inf"):
-            typed = either(f"{setting}={text}", f"{name} {text}")
-            raise ConfigError(f"{typed}: expected a number above 0")
+            raise ConfigError(f"{typed(setting, name, text)}: expected a number above 0")
         return found
 
     return flag(name, help, callback=read, metavar=metavar)
+
+
+class _OneOf(click.Choice):
+    """A choice whose error is a sentence about what was typed, without the usage of a command."""
+
+    def __init__(self, name: str, setting: str, allowed: Sequence[str]) -> None:
+        super().__init__(allowed)
+        self.flag, self.setting = name, setting
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in self.choices:
+            return value
+        expected = alternatives(self.choices)
+        raise ConfigError(f"{typed(self.setting, self.flag, value)}: expected {expected}")
+
+
+def choice(name: str, setting: str, help: str, allowed: Sequence[str]) -> Decorator:
+    """A flag with one of several values, by default the first, which was typed as this setting of make."""
+    return flag(name, help, type=_OneOf(name, setting, allowed), default=allowed[0])
 
 
 def arguments(name: str, overrides: Sequence[str] = (), **flags: object) -> Arguments:
@@ -186,7 +204,8 @@ def arguments(name: str, overrides: Sequence[str] = (), **flags: object) -> Argu
         if value is not None and value is not False:
             words += [f"--{flag_name.replace('_', '-')}", *([] if value is True else [str(value)])]
     try:
-        return PROGRAM.commands[name].main(words, prog_name=name, standalone_mode=False)
+        with in_python():
+            return PROGRAM.commands[name].main(words, prog_name=name, standalone_mode=False)
     except click.UsageError as error:
         raise ConfigError(error.format_message()) from None
 

@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import click
-
 from sft_play.commands.command_line import (
     INTERRUPTED_BY_USER,
     Arguments,
     amount,
     announce,
+    choice,
     command,
     end,
     finished_run,
@@ -235,7 +234,7 @@ def studio(args: Arguments, runs: Path) -> int:
 
 
 @command("eval", as_json=True, examples=["--config my.yaml --split test"])
-@flag("--split", "(default: val)", type=click.Choice(["val", "test"]), default="val")
+@choice("--split", "SPLIT", "(default: val)", ("val", "test"))
 @number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)
 def evaluate(args: Arguments, split: str, limit: int | None) -> int:
     """Compare base, adapter and merged model on held-out rows."""
@@ -255,7 +254,7 @@ def evaluate(args: Arguments, split: str, limit: int | None) -> int:
 
 @command("eval-lm", as_json=True)
 @flag("--tasks", "tasks of lm-eval, e.g. hellaswag", required=True, metavar="A,B")
-@flag("--what", "(default: result)", type=click.Choice(["result", "base", "merged"]), default="result")
+@choice("--what", "WHAT", "(default: result)", ("result", "base", "merged"))
 @flag("--input", "folder with more task definitions (*.yaml)", type=Path, metavar="FOLDER")
 @number("--limit", "LIMIT", "rows of each task (default: all)", 1)
 @number("--shots", "SHOTS", "examples in the prompt (default: the task's)", 0)
@@ -305,7 +304,7 @@ def infer(args: Arguments, input: Path | None, output: Path | None, force: bool)
 
 @command("merge", as_json=True)
 @flag("--output", "folder for the merged model (default: merged/ in the run directory)", type=Path)
-@flag("--dtype", "data type of the saved weights", type=click.Choice(DTYPES), default="auto")
+@choice("--dtype", "DTYPE", "data type of the saved weights", DTYPES)
 def merge(args: Arguments, output: Path | None, dtype: str) -> int:
     """Merge the adapter into the unquantized base model."""
     run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
@@ -328,7 +327,7 @@ def merge_test(args: Arguments, output: Path | None) -> int:
 
 
 @command("export", as_json=True)
-@flag("--format", "(default: gguf, the only one)", type=click.Choice(["gguf"]), default="gguf")
+@choice("--format", "FORMAT", "(default: gguf, the only one)", ("gguf",))
 @flag("--output", "folder to write (default: gguf/ in the run directory)", type=Path)
 @flag("--dtype", "f32, f16, bf16, q8_0, or auto: that of the merged model (default)", default="auto")
 def export(args: Arguments, format: str, output: Path | None, dtype: str) -> int:
@@ -341,7 +340,7 @@ def export(args: Arguments, format: str, output: Path | None, dtype: str) -> int
 
 @command("push", as_json=True)
 @flag("--repo", "repository on the Hub", required=True, metavar="USER/NAME")
-@flag("--what", "(default: result)", type=click.Choice(["result", "merged"]), default="result")
+@choice("--what", "WHAT", "(default: result)", ("result", "merged"))
 @switch("--public", "make a public repository (default: private)")
 def push(args: Arguments, repo: str, what: str, public: bool) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""

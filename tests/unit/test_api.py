@@ -59,12 +59,35 @@ def test_keywords_are_the_last_names_of_settings():
         ("limit", "limit is a setting of 2 sections; write data_limit or eval_limit"),
         ("max_step", r"max_step is not a setting; did you mean max_steps\?"),
         ("zzz", "zzz is not a setting; docs/reference/config.md"),
+        ("lr", r"lr is not a setting; did you mean learning_rate\?"),
+        ("base_model", r"base_model is not a setting; did you mean model_name\?"),
+        ("bf16", r"bf16 is not a setting; did you mean mixed_precision='bf16'\?"),
     ],
 )
 def test_keywords_of_no_setting_or_of_several_are_refused(keyword, said):
     for command in (sft.plan, sft.train):
         with pytest.raises(ConfigError, match=said):
             command("configs/demo.yaml", **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: sft.plan("qwen3-8bb", gpu="RTX 4090"), "model=qwen3-8bb is unknown; closest: Qwen/Qwen3-8B"),
+        (lambda: sft.plan("qwen3-8b", gpu="RTX 4091"), 'gpu="RTX 4091"'),
+        (lambda: sft.plan("qwen3-8b", gpus=0), "gpus=0: expected a whole number from 1"),
+        (lambda: sft.train("configs/demo.yaml", processes=-1), "processes=-1: expected a whole number"),
+    ],
+)
+def test_a_wrong_argument_is_named_as_in_the_call(call, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        call()
+
+
+def test_a_split_that_is_none_is_named_as_in_the_call(tmp_path):
+    (tmp_path / "config.resolved.yaml").write_text("")
+    with pytest.raises(ConfigError, match="^split=train: expected val or test$"):
+        sft.evaluate(sft.Run(tmp_path), split="train")
 
 
 def test_rows_and_settings_become_files_of_the_run(tmp_path):

@@ -15,6 +15,7 @@ from sft_play.cli import main, parse, report_error, run_rank
 from sft_play.commands.command_line import GROUPS, PROGRAM
 from sft_play.errors import ConfigError
 from sft_play.launch.environment import WAITING, set_environment
+from sft_play.spelling import BY_MAKE
 from tests.conftest import REPOSITORY
 
 
@@ -29,17 +30,26 @@ from tests.conftest import REPOSITORY
         (["prepare", "--show", "-1"], "SHOW=-1: expected a whole number of at least 0"),
         (["eval-lm", "--tasks", "a", "--limit", "0"], "LIMIT=0: expected a whole number of at least 1"),
         (["eval-lm", "--tasks", "a", "--shots", "-1"], "SHOTS=-1: expected a whole number of at least 0"),
-        (["eval", "--split", "dev"], "'--split': 'dev' is not one of 'val', 'test'"),
-        (["merge", "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
-        (["export", "--format", "onnx"], "'--format': 'onnx' is not"),
-        (["push", "--repo", "a/b", "--what", "all"], "'--what': 'all' is not one of"),
-        (["eval-lm", "--tasks", "a", "--what", "all"], "'--what': 'all' is not one of"),
+        (["eval", "--split", "dev"], "error: SPLIT=dev: expected val or test\n"),
+        (["merge", "--dtype", "int8"], "DTYPE=int8: expected auto, bfloat16, float16 or float32"),
+        (["export", "--format", "onnx"], "FORMAT=onnx: expected gguf"),
+        (["push", "--repo", "a/b", "--what", "all"], "WHAT=all: expected result or merged"),
+        (["eval-lm", "--tasks", "a", "--what", "all"], "WHAT=all: expected result, base or merged"),
     ],
 )
 def test_a_number_or_a_name_that_makes_no_sense_is_refused(words, problem, capsys):
     with pytest.raises(SystemExit) as error:
         parse([*words, "--config", "configs/demo.yaml"])
-    assert error.value.code == 2 and problem in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and problem in said and "Usage" not in said
+
+
+def test_without_make_a_wrong_value_names_its_flag(monkeypatch, capsys):
+    monkeypatch.delenv(BY_MAKE)
+    for flag, problem in (("--split", "val or test"), ("--limit", "a whole number of at least 1")):
+        with pytest.raises(SystemExit):
+            parse(["eval", "--config", "configs/demo.yaml", flag, "dev"])
+        assert capsys.readouterr().err == f"error: {flag} dev: expected {problem}\n"
 
 
 @pytest.mark.parametrize(

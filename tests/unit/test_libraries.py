@@ -104,9 +104,9 @@ def test_errors_that_say_what_to_do_are_left_as_they_are():
 
 def test_a_wrong_flag_is_one_sentence(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["eval", "--config", "x.yaml", "--split", "all"])
+        main(["eval", "--config", "x.yaml", "--splits", "all"])
     said = capsys.readouterr().err
-    assert caught.value.code == 2 and "sft-play eval: error: Invalid value for '--split'" in said
+    assert caught.value.code == 2 and "sft-play eval: error: No such option '--splits'" in said
 
 
 def test_a_driver_that_cannot_make_segments_grow_is_said_with_what_to_set(monkeypatch):

@@ -1,11 +1,19 @@
 import pytest
 
-from sft_play.units import GIB, counted, format_bytes, format_count, format_duration
+from sft_play.units import GIB, alternatives, counted, format_bytes, format_count, format_duration
 
 
 def test_one_is_singular_and_all_else_is_plural():
     assert [counted(count, "row") for count in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
     assert [counted(count, "process") for count in (1, 2)] == ["1 process", "2 processes"]
+
+
+def test_alternatives_are_a_list_in_words():
+    assert [alternatives(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == [
+        "a",
+        "a or b",
+        "a, b or c",
+    ]
 
 
 @pytest.mark.parametrize(
