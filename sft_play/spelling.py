@@ -140,6 +140,11 @@ def typed(name: str, flag: str, value: object) -> str:
     return either(f"{name}={value}", f"{flag} {value}")
 
 
+def variable_of(setting: str) -> str | None:
+    """The variable of make that overrides a setting: MODE of "tuning.mode"."""
+    return next((name for name, form in OVERRIDES.items() if form == f"{setting}={{}}"), None)
+
+
 def quoted(words: str) -> str:
     """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
     return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'

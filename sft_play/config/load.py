@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.resources import located, shipped_configs
 from sft_play.secrets import find_secret
-from sft_play.spelling import login, settings_page, var
+from sft_play.spelling import login, settings_page, var, variable_of
 from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
@@ -310,8 +310,8 @@ def _allowed_text(name: tuple) -> str:
     return " or ".join(allowed)
 
 
-def _problems(error: ValidationError) -> list[str]:
-    """One line per invalid field: dotted name, what was found, what is allowed."""
+def _problems(error: ValidationError, typed: Container[str]) -> dict[str, str]:
+    """Of each invalid field by its dotted name: what is allowed, and what was found unless it was typed."""
     lines: dict[str, str] = {}
     for item in error.errors():
         path = item["loc"]
@@ -329,10 +329,12 @@ def _problems(error: ValidationError) -> list[str]:
             message = message[0].lower() + message[1:]
             if depth < len(path) or dotted in lines:
                 message = f"expected {allowed}" if (allowed := _allowed_text(name)) else message
-            if not isinstance(item["input"], dict | BaseModel):
+            elif item["type"] == "literal_error":
+                message = f"expected {item['ctx']['expected']}".replace("'", "")
+            if dotted not in typed and not isinstance(item["input"], dict | BaseModel):
                 message += f" (found {json.dumps(item['input'], default=str):.200})"
             lines[dotted] = message
-    return [f"{name}: {text}" for name, text in lines.items()]
+    return lines
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -343,19 +345,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConf
     """
     path = Path(path)
     tree, origins = _load_tree(path)
+    typed: dict[str, str] = {}
     for number, override in enumerate(overrides, start=1):
         _refuse_secret(override, f"override {number}")
-        origins[_setting(apply_override(tree, override))] = "override"
+        name = apply_override(tree, override)
+        origins[_setting(name)] = "override"
+        if variable := variable_of(name):
+            typed[name] = var(**{variable: f"{override.partition('=')[2]:.200}"})
     if isinstance(tree.get("output"), dict) or "output" not in tree:
         tree.setdefault("output", {}).setdefault("name", path.stem)
         origins.setdefault("output.name", "default")
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = _problems(error)
+        problems = _problems(error, typed)
+        lines = [f"{typed.get(name, name)}: {text}" for name, text in problems.items()]
+        if len(problems) == 1 and problems.keys() <= typed.keys():
+            raise ConfigError(lines[0]) from None
         head = f"{path}: {counted(len(problems), 'problem')} in the config"
         where = f"\n{settings_page()} lists all settings"
-        raise ConfigError("\n  ".join([head, *problems]) + where) from None
+        raise ConfigError("\n  ".join([head, *lines]) + where) from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")
     return ResolvedConfig(config, origins, path, tuple(overrides))

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from sft_play.choices.engines import SEVERAL, asked_for
 from sft_play.config.section import Section
 from sft_play.config.values import Auto, AutoOrAmount, AutoOrCount, Count, PathText
+from sft_play.spelling import var
 
 
 class ParallelConfig(Section):
@@ -58,7 +59,7 @@ class ParallelConfig(Section):
     def _not_to_disk(cls, place: object) -> Any:
         if place in ("nvme", "disk"):
             raise ValueError(
-                f"{place} cannot hold everything; set offload=ram, and to keep optimizer states on disk, "
-                "nvme_path=<folder on the disk>"
+                f"{place} cannot hold everything; set {var(OFFLOAD='ram')}, and to keep optimizer states on "
+                "disk, parallel.nvme_path=<folder on the disk>"
             )
         return place

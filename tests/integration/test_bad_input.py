@@ -62,7 +62,10 @@ def refuses(finished):
         (["train.learning_rate=1e30"], ["train.learning_rate", "less than or equal to 1"]),
         (["train.learning_rate=fast"], ["train.learning_rate", "valid number", 'found "fast"']),
         (["learning_rate=1"], ["section.key=value"]),
-        (["tuning.mode=adapter", "train.epochs=0"], ["2 problems", "tuning.mode", "train.epochs"]),
+        (
+            ["tuning.mode=adapter", "train.epochs=0"],
+            ["2 problems", "MODE=adapter: expected full, lora or qlora", "train.epochs"],
+        ),
         (["output.name=../../x"], ["output.name"]),
         (["model.max_seq_len=100000"], ["model.max_seq_len=100000", "512"]),
         (["train.mixed_precision=fp16"], ["train.mixed_precision=fp16", "auto, bf16 or no"]),

@@ -10,10 +10,12 @@ import pytest
 
 from sft_play.cli import parse
 from sft_play.commands.command_line import PROGRAM
+from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.spelling import BY_MAKE, FLAGS, OVERRIDES, SWITCHES, TARGETS, either, make, var
 from tests.conftest import REPOSITORY
 
+DEMO = REPOSITORY / "configs" / "demo.yaml"
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 VARIABLES = {*FLAGS, *SWITCHES, *OVERRIDES, "ARGS"}
 # A message may speak of a command of make where only make is meant, and of variables that are not ours.
@@ -55,6 +57,30 @@ def test_a_setting_is_a_variable_of_make_or_a_flag(settings, of_make, of_package
     assert var(**settings) == of_make
     monkeypatch.delenv(BY_MAKE)
     assert var(**settings) == of_package
+
+
+@pytest.mark.parametrize(
+    ("override", "of_make"),
+    [
+        ("tuning.mode=lorra", "MODE=lorra: expected full, lora or qlora"),
+        ("parallel.offload=disk", "OFFLOAD=disk: disk cannot hold everything; set OFFLOAD=ram, and to keep"),
+        ("train.probe=serch", "PROBE=serch: expected true or false or search"),
+    ],
+)
+def test_a_wrong_value_of_a_variable_of_make_is_no_problem_of_the_file(monkeypatch, override, of_make):
+    for problem in (of_make, of_make.replace(of_make.partition(":")[0], override, 1)):
+        with pytest.raises(ConfigError) as error:
+            load_config(DEMO, [override])
+        said = str(error.value).replace("parallel.offload=ram", "OFFLOAD=ram")
+        assert said.startswith(problem) and "\n" not in said
+        monkeypatch.delenv(BY_MAKE, raising=False)
+
+
+def test_a_wrong_value_of_a_variable_beside_another_problem_is_named_alike():
+    with pytest.raises(
+        ConfigError, match=r"2 problems in the config\n  MODE=a: expected .*\n  train.epochs: .*\(found"
+    ):
+        load_config(DEMO, ["tuning.mode=a", "train.epochs=x"])
 
 
 def test_a_text_of_the_user_that_looks_like_a_command_stays_as_it_is(monkeypatch):

@@ -164,7 +164,7 @@ def test_a_source_that_gives_nothing_is_named(run, sources, said):
             "data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
         ),
         ("{sources: [{weight: 2}]}", "data.sources[0].path: is required"),
-        ("{sources: [{path: a, format: chatml}]}", "data.sources[0].format: input should be 'auto'"),
+        ("{sources: [{path: a, format: chatml}]}", "data.sources[0].format: expected auto, "),
         ("{sources: a.jsonl}", "data.sources: input should be a list"),
         ("{train_path: a, task: cpt, system_prompt: hi}", "data: system_prompt has no effect with task=cpt"),
     ],

@@ -227,7 +227,9 @@ def test_gradients_that_are_to_wait_on_the_gpu_are_not_offloaded():
 
 
 def test_offloading_to_disk_says_what_works_instead():
-    with pytest.raises(ValueError, match=r"nvme cannot hold everything; set offload=ram, .* nvme_path="):
+    with pytest.raises(
+        ValueError, match=r"nvme cannot hold everything; set OFFLOAD=ram, .* parallel.nvme_path="
+    ):
         ParallelConfig(offload="nvme")
     run = config()
     parallel = run.parallel.model_copy(update={"nvme_path": "/fast"})
