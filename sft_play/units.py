@@ -19,7 +19,7 @@ def format_bytes(count: int) -> str:
     """`format_bytes(5 * GIB)` is "5.00 GiB"; the unit is the largest one that gives at least 1."""
     for unit, name in UNITS:
         if abs(count) >= unit:
-            return f"{count / unit:.2f} {name}"
+            return f"{count / unit:,.2f} {name}"
     return f"{count} B"
 
 

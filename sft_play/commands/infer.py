@@ -28,7 +28,7 @@ from sft_play.runlog import RunDir
 from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries, warn
 from sft_play.ui.progress import LOADING, progress_bar, spinner
-from sft_play.units import counted
+from sft_play.units import counted, listed
 from sft_play.vision.expansion import pictures_in
 from sft_play.vision.gallery import Gallery
 from sft_play.vision.prompts import Pictures
@@ -57,7 +57,7 @@ def gallery_of_prompts(
 def warn_of_unknown_words(config: RunConfig, text: str) -> None:
     """Warns of words of a prompt that the demo was not trained on; says nothing of another run."""
     if words := unknown_words(config, text):
-        named = ", ".join(words[:SHOWN_WORDS]) + (", ..." if words[SHOWN_WORDS:] else "")
+        named = listed(words, SHOWN_WORDS)
         warn(f"the demo was not trained on these words: {named}. Expect others in their place")
 
 

@@ -37,7 +37,7 @@ def require_positions(
     if positions is None:
         named = f"allowed for '{name}', which does not say how many it supports"
     raise ConfigError(
-        f"{typed} exceeds the {limit} positions {named}. Set it to at most {limit}"
+        f"{typed} exceeds the {limit:,} positions {named}. Set it to at most {limit}"
         f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"
     )
 

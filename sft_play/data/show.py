@@ -32,6 +32,7 @@ from sft_play.rows.formats import Conversation, convert, detect_format, with_for
 from sft_play.spelling import make, quoted, var
 from sft_play.ui.console import console
 from sft_play.ui.screen import Words
+from sft_play.units import counted
 from sft_play.vision.shown import each_once, picture_lines
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def table(prepared: PreparedData) -> Group:
         notes.append(f"\n  {line}")
     for split in splits:
         for reason, count in sorted(stats[split]["dropped"].items(), key=lambda item: -item[1]):
-            notes.append(f"\n  dropped from {split}: {count:,} {reason}")
+            notes.append(f"\n  dropped from {split}: {counted(count, 'row')} ({reason})")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
     counts = [_counts(stats[split]) for split in splits]

@@ -13,7 +13,7 @@ from sft_play.config.inputs import DataInput
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.raw_text import joined_blocks
-from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
+from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, is_too_long
 from sft_play.errors import DataError
 from sft_play.parts import IGNORED
 from sft_play.spelling import make
@@ -275,9 +275,9 @@ def histogram(lengths: np.ndarray) -> dict[str, int | list[int]]:
 
 def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:
     dropped = part.counts.dropped
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
     hint = f"Run `{make('process')}` to see the conversations that were read"
-    if dropped[ANSWER_TRUNCATED] or dropped[too_long(max_tokens)]:
+    if dropped[ANSWER_TRUNCATED] or any(map(is_too_long, dropped)):
         now, asked = config.data.overlong, config.model.max_seq_len
         way = f"set data.overlong={'truncate or split' if now == 'drop' else 'split'} (it is {now})"
         hint = f"Increase model.max_seq_len (now {asked}), or {way}"
@@ -287,5 +287,5 @@ def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> Data
         hint += f"; to train without these rows, use only the others: {part.given.alone}"
     where = part.given.key if not config.data.sources else f"{part.given.key} ({part.given.path})"
     return DataError(
-        f"{where}: 0 supervised tokens: none of the {part.counts.read} rows is usable ({reasons}).\n{hint}"
+        f"{where}: 0 supervised tokens: none of the {part.counts.read:,} rows is usable ({reasons}).\n{hint}"
     )

@@ -144,7 +144,9 @@ def _about_missing_splits(config: RunConfig, chosen: Mapping[str, Sequence[Chose
                 continue
             rows = len(np.unique(one.part.digests))
             enough = f"data.{split}_fraction={math.ceil(100 / rows) / 100:g} for one, or " if rows > 1 else ""
-            few = counted(rows, "text" if one.part.block else "row") + (" is" if rows == 1 else " are")
+            noun = "text" if one.part.block else "row"
+            few = counted(rows, noun if rows == len(one.part.digests) else f"distinct {noun}")
+            few += " is" if rows == 1 else " are"
             found.append(
                 f"{one.part.given.key}: no {name} rows are held out, since {few} too few for "
                 f"data.{split}_fraction={fraction:g}; set {enough}data.{split}_path"

@@ -99,9 +99,9 @@ class Chunk:
     counts: Counts
 
 
-def too_long(max_tokens: int | None) -> str:
+def too_long(max_tokens: int) -> str:
     """The reason for dropping a row that is longer than the limit."""
-    return f"{TOO_LONG} {max_tokens} tokens"
+    return f"{TOO_LONG} {max_tokens:,} tokens"
 
 
 def is_too_long(reason: str) -> bool:
@@ -226,7 +226,7 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
         return row
     if task.overlong == "error":
         raise DataError(
-            f"{conversation.source}: the row is longer than {limit} tokens. "
+            f"{conversation.source}: the row is longer than {limit:,} tokens. "
             "Increase model.max_seq_len, or set data.overlong to split, truncate or drop"
         )
     if task.overlong in ("drop", "split"):  # what has pictures is not split within an exchange

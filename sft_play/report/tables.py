@@ -130,9 +130,10 @@ def answered(scores: Mapping[str, Any]) -> str:
 
 def unfinished_note(result: Mapping[str, Any]) -> Text:
     """How many answers were truncated, which lowers exact match."""
+    cut, answers = result["unfinished_answers"], counted(result["answered_rows"], "answer")
     return Text(
-        f"{result['unfinished_answers']} of {result['answered_rows']} answers were truncated at "
-        f"{result['max_new_tokens']} tokens (eval.max_new_tokens)",
+        f"{cut:,} of {answers} {'was' if cut == 1 else 'were'} truncated at "
+        f"{result['max_new_tokens']:,} tokens (eval.max_new_tokens)",
         style="yellow",
     )
 

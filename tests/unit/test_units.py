@@ -17,7 +17,14 @@ def test_alternatives_are_a_list_in_words():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(5 * GIB, "5.00 GiB"), (1536, "1.50 KiB"), (3, "3 B"), (10**9, "953.67 MiB")]
+    ("value", "text"),
+    [
+        (5 * GIB, "5.00 GiB"),
+        (1536, "1.50 KiB"),
+        (3, "3 B"),
+        (10**9, "953.67 MiB"),
+        (1200 * GIB, "1,200.00 GiB"),
+    ],
 )
 def test_bytes_are_labelled_in_powers_of_two(value, text):
     assert format_bytes(value) == text

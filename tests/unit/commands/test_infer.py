@@ -308,6 +308,8 @@ def test_the_demo_says_which_words_it_does_not_know(finished, screen, tmp_path):
     for each in (finished.config, config):
         chat(each, finished.run, read=typed(letter, "/quit"))
     assert screen.getvalue().count("the demo was not trained on these words: Lena, Lima. Expect others") == 1
+    chat(config, finished.run, read=typed(" ".join(f"x{number}" for number in range(11)), "/quit"))
+    assert "these words: x0, x1, x2, x3, x4, x5, x6, x7 and 3 more. Expect" in screen.getvalue()
     rows = write_rows(tmp_path / "in.jsonl", [{"question": "Lena wants a sofa"}, {"question": "red lamps"}])
     infer_batch(config, finished.run, rows, tmp_path / "out.jsonl")
     assert "the demo was not trained on these words: Lena, wants, sofa. Expect" in screen.getvalue()

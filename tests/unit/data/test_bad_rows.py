@@ -100,7 +100,7 @@ def test_data_of_bad_rows_alone_cannot_be_used(run):
     message = said(run, "garbage\n" * 3)
     assert "not valid JSON" in message
     message = said(run, "{}\n" * 3, format="question_answer", bad_rows="drop")
-    assert "none of the 3 rows is usable (3 not valid)" in message
+    assert "none of the 3 rows is usable (not valid: 3)" in message
 
 
 def test_those_of_all_paths_are_named_in_one_error(run, write_rows):

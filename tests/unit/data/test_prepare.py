@@ -303,16 +303,16 @@ def test_dedup_drops_later_copies_over_all_chunks(run):
         (
             [{"messages": [{"role": "user", "content": "q"}]}] * 3,
             {},
-            "none of the 3 rows .*3 no assistant turn",
+            r"none of the 3 rows is usable \(no assistant turn: 3\)",
         ),
         (
             rows(40),
             {"max_seq_len": 4},
-            "40 longer than 4 tokens.*\nIncrease model.max_seq_len.*truncate or split",
+            "longer than 4 tokens: 40.*\nIncrease model.max_seq_len.*truncate or split",
         ),
-        (rows(40), {"max_seq_len": 4, "overlong": "truncate"}, "40 no answer left after truncation"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "1 no answer to train on"),
-        ([{"text": " "}], {}, "1 blank text"),
+        (rows(40), {"max_seq_len": 4, "overlong": "truncate"}, "no answer left after truncation: 40"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "no answer to train on: 1"),
+        ([{"text": " "}], {}, "blank text: 1"),
         ("\n\n", {}, "has no rows"),
     ],
 )
@@ -366,6 +366,11 @@ def test_documents_that_are_too_few_to_hold_one_out_are_told_the_share_that_does
     (said,) = [text for text in run(texts, task="cpt").stats["warnings"] if "held out" in text]
     assert "since 6 texts are too few for data.val_fraction=0.05; set data.val_fraction=0.17 for one" in said
     assert run(texts, task="cpt", val_fraction=0.17).stats["val"]["conversations"] == 1
+
+
+def test_copies_of_one_row_that_are_too_few_to_hold_one_out_are_said_to_be_copies(run):
+    (said,) = [text for text in run(rows(1) * 30).stats["warnings"] if "held out" in text]
+    assert "since 1 distinct row is too few for data.val_fraction=0.05; set data.val_path" in said
 
 
 def test_the_shares_of_sources_are_warned_of_one_by_one(run, write_rows):
@@ -473,7 +478,7 @@ def test_the_length_limit_is_the_configs_then_the_models_then_the_tokenizers(mak
     with pytest.raises(ConfigError, match=r"model.max_seq_len=300 exceeds the 200 positions"):
         limit(300, 200)
     assert limit(2**20, None) == 2**20
-    with pytest.raises(ConfigError, match=r"=10000000 exceeds the 1048576 positions allowed for .*, which"):
+    with pytest.raises(ConfigError, match=r"=10000000 exceeds the 1,048,576 positions allowed for .*, which"):
         limit(10_000_000, None)
 
 

@@ -43,7 +43,7 @@ def test_the_table_shows_counts_reasons_and_warnings(config, make_tokenizer, scr
     text = made.file.getvalue()
     supervised = 100 * data.stats["train"]["supervised_tokens"] / data.stats["train"]["tokens"]
     for expected in (
-        "dropped from train: 1 blank assistant turn",
+        "dropped from train: 1 row (blank assistant turn)",
         f"{supervised:.1f}%",
         "99th percentile",
         "the shipped plain.jinja",

@@ -319,7 +319,7 @@ def printed(machine) -> str:
 def test_without_a_driver_the_cpu_and_the_ram_are_shown_instead():
     text = printed(gpus.detect(Driver(init_error="NVML Shared Library Not Found")))
     assert "No GPU found" in text and "NVML Shared Library Not Found" in text
-    assert re.search(r"RAM: [\d.]+ GiB free of [\d.]+ GiB", text) and "usable cores" in text
+    assert re.search(r"RAM: [\d,.]+ GiB free of [\d,.]+ GiB", text) and "usable cores" in text
 
 
 def test_processes_stand_below_the_table_so_that_their_paths_stay_whole():

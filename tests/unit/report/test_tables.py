@@ -73,6 +73,10 @@ def test_evaluation_table_has_a_column_for_each_model_and_the_rows_it_was_comput
 def test_evaluation_table_says_what_must_be_known_to_compare_the_columns():
     lines = evaluation_lines(exact_match_rows=90)
     assert "base: 7 of 100 answers were truncated at 64 tokens (eval.max_new_tokens)" in lines
+    alone = {"adapter": {**SCORES, "answered_rows": 1, "unfinished_answers": 1, "max_new_tokens": 2048}}
+    assert "adapter: 1 of 1 answer was truncated at 2,048 tokens (eval.max_new_tokens)" in evaluation_lines(
+        models=alone
+    )
     assert "exact match: over 90 rows whose reference matches eval.answer_pattern" in lines
     assert not any("not computed alike" in line or "omitted" in line for line in lines)
     models = {"adapter": {**SCORES, "dtype": "bfloat16 on 4-bit weights"}, "merged": SCORES}
