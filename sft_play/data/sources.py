@@ -5,6 +5,7 @@ Where the training data comes with validation and test rows of its own, these ar
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,11 +151,18 @@ def _splits(
         raise DataError(
             f"{key}: {path!r} {what} (looked in {Path.cwd()}).\n"
             f"Use a file ({', '.join(SUFFIXES)}; raw text: {', '.join(TEXT_SUFFIXES)}), a folder of such "
-            "files, or a Hub dataset as org/name[:config[:split]]"
+            f"files, or a Hub dataset as org/name[:config[:split]]{_or_none(key)}"
         )
     rows = load_hub_rows(on_hub["name"], on_hub["config"] or None, key, streaming)
     splits = {name: Source(path, hub=hub, split=name) for name, hub in rows.items()}
     return splits, on_hub["split"] or wanted
+
+
+def _or_none(key: str) -> str:
+    """That a path of held-out rows need not be given."""
+    found = re.fullmatch(r"data\.(val|test)_path", key)
+    share = f"data.{found[1]}_fraction" if found else ""
+    return f"; or leave it empty ({key}=), to hold out {share} of the training rows" if found else ""
 
 
 def _chosen(splits: Mapping[str, Source], wanted: str | None, path: str, split: str, key: str) -> Source:
@@ -213,7 +221,11 @@ def _require_readable(file: Path, key: str) -> None:
             f"{key}: {file} is not the data but a pointer to it, of Git LFS; fetch it: git lfs pull"
         )
     if head.startswith(UTF16_BOMS) and ROW_KINDS.get(file.suffix.lower()) not in ("Parquet", "Arrow"):
-        raise DataError(f"{file} is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 {file.name}")
+        converted = file.with_name(f"{file.stem}.utf8{file.suffix}")
+        raise DataError(
+            f"{key}: {file} is UTF-16; expected UTF-8. Convert it, and use the new file in its place:\n"
+            f"  iconv -f UTF-16 -t UTF-8 {shlex.quote(str(file))} > {shlex.quote(str(converted))}"
+        )
 
 
 def fingerprint(source: Source) -> tuple[str, int | None]:

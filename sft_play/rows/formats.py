@@ -282,7 +282,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
         if missing:
             raise InvalidRow(
                 f"key '{missing[0]}' is missing; format {name} needs {', '.join(keys)} "
-                f"(found {', '.join(row.data)})"
+                f"(found {', '.join(row.data) or 'no keys'})"
             )
         messages, context = reader(row.data)
         messages = placed(messages, row.data)

@@ -80,15 +80,19 @@ def _decoder(notes: Counter[str]) -> json.JSONDecoder:
 
 def _object(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a JSON object, found {kind_of(value)}")
+        raise DataError(_no_object(value, where))
     return value
+
+
+def _no_object(value: object, where: str) -> str:
+    return f"{where}: expected a JSON object, found {'null' if value is None else kind_of(value)}"
 
 
 def _of_value(value: object, file: str, line: int) -> Row:
     row = Row({}, file, line)
     if isinstance(value, dict):
         return replace(row, data=value)
-    return replace(row, problem=f"{row.where}: expected a JSON object, found {kind_of(value)}")
+    return replace(row, problem=_no_object(value, row.where))
 
 
 def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:

@@ -1,9 +1,11 @@
 import json
+import subprocess
 from collections import Counter
 
 import pytest
 
-from sft_play.config.inputs import DataInput
+from sft_play.config.inputs import DataInput, data_inputs
+from sft_play.config.load import load_config
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import fingerprint, open_source, require_here
 from sft_play.errors import DataError
@@ -165,6 +167,19 @@ def test_what_cannot_be_read_is_named_with_its_line(write_rows, name, content, s
     assert said in message
 
 
+def test_utf16_is_converted_by_the_command_that_is_shown(write_rows):
+    path = write_rows(f"{LINE}\n{LINE}\n".encode("utf-16"), "my rows.jsonl")
+    head, command = error_of(path).splitlines()
+    assert head.startswith("data.train_path: ") and "is UTF-16; expected UTF-8" in head
+    subprocess.run(["sh", "-c", command], check=True, cwd="/")
+    assert path.with_name("my rows.utf8.jsonl").read_text() == f"{LINE}\n{LINE}\n"
+
+
+def test_a_row_that_is_null_is_said_to_be_null(write_rows):
+    for name, content in (("a.jsonl", f"{LINE}\nnull\n"), ("a.json", f"[{LINE},\nnull]")):
+        assert ":2: expected a JSON object, found null" in error_of(write_rows(content, name))
+
+
 def test_long_rows_with_many_brackets_are_read(write_rows):
     deep = f'{{"a": {"[" * 99}{"]" * 99}}}\n'
     wide = json.dumps({"a": [[] for _ in range(1000)]})
@@ -226,6 +241,15 @@ def test_the_fingerprint_follows_the_bytes_and_not_the_folder(write_rows, tmp_pa
 def test_paths_that_are_not_here_are_found_without_reading(path):
     with pytest.raises(DataError, match="does not exist"):
         require_here([DataInput("data.train_path", "train", path, "auto")])
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_path_of_held_out_rows_that_is_not_here_may_be_left_empty(split):
+    empty = f"data.{split}_path="
+    with pytest.raises(DataError, match=rf"or leave it empty \({empty}\), to hold out data.{split}_fraction"):
+        require_here([DataInput(f"data.{split}_path", split, "none.jsonl", "auto")])
+    given = load_config("configs/demo.yaml", [f"{empty}none.jsonl", empty]).config.data
+    assert split not in {each.split for each in data_inputs(given)}
 
 
 @pytest.mark.parametrize("path", ["org/name", "org/name:main:train", "builtin:demo", "builtin:none"])

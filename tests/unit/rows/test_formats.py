@@ -220,6 +220,8 @@ def test_a_later_row_without_the_keys_of_the_first_is_refused():
         match=r"f:9: key 'answer' is missing; format question_answer needs question, answer \(found q",
     ):
         convert(Row({"question": "q"}, "f", 9), "question_answer")
+    with pytest.raises(DataError, match=r"format question_answer needs question, answer \(found no keys\)"):
+        convert(Row({}, "f", 9), "question_answer")
 
 
 def test_a_system_prompt_beside_a_system_message_is_taken_once_or_refused():
