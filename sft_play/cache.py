@@ -53,6 +53,17 @@ def project_dir() -> Path:
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
 
 
+def log_of(command: str) -> Path:
+    """The log of a command: in the project, or in the user's own folder if the project is read-only."""
+    for folder in (project_dir(), cache_dir()):
+        log = folder / f"{command}.log"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            log.touch(mode=0o600)
+            return log
+    return project_dir() / f"{command}.log"  # whose error says what to do
+
+
 def entry(kind: str, *about: object, within: Path | None = None) -> Path:
     """Where something is kept, `within` a folder (default: `cache_dir()`).
 

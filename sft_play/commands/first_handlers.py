@@ -35,7 +35,8 @@ def init(args: Arguments, file: Path) -> int:
         found = f"{file} exists and will not be overwritten"
         raise ConfigError(f"{found}; name another file: sft-play init another.yaml") from None
     except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror}") from None
+        elsewhere = f"name a file in another folder: sft-play init <folder>/{file.name}"
+        raise StorageError(f"{file} cannot be written: {error.strerror}; {elsewhere}") from None
     commands = [
         make_command("prepare", file, SHOW=3),
         *(make_command(target, file) for target in ("check", "train")),

@@ -38,10 +38,10 @@ folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs",
 @command("check", as_json=True, prints=True, examples=["--config my.yaml"])
 def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
-    from sft_play.cache import project_dir
+    from sft_play.cache import log_of
     from sft_play.commands import check
 
-    with quiet_libraries(project_dir() / "check.log"):
+    with quiet_libraries(log_of("check")):
         findings = check.check(args.config, args.overrides)
     code, table = check.exit_code(findings), check.findings_table(findings)
     tree = {"exit_code": code, "findings": [asdict(finding) for finding in findings]}
@@ -360,12 +360,12 @@ def push(args: Arguments, repo: str, what: str, public: bool) -> int:
 @folder_of_runs
 def report(args: Arguments, name: str | None, runs: Path) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
-    from sft_play.cache import project_dir
+    from sft_play.cache import log_of
     from sft_play.commands.report import lacks_scaling, write_report
     from sft_play.report.record import find_run
     from sft_play.runlog import RunDir
 
-    with quiet_libraries(project_dir() / "report.log"):
+    with quiet_libraries(log_of("report")):
         run = find_run(name, runs)
         if lacks_scaling(RunDir(run)):
             with importing():
@@ -383,11 +383,11 @@ def report(args: Arguments, name: str | None, runs: Path) -> int:
 @force
 def compare(args: Arguments, names: tuple[str, ...], runs: Path, output: Path | None, force: bool) -> int:
     """Put runs side by side, as one HTML file."""
-    from sft_play.cache import project_dir
+    from sft_play.cache import log_of
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
 
-    with quiet_libraries(project_dir() / "report.log"):
+    with quiet_libraries(log_of("report")):
         found, path = compare_command(names, runs, output, force=force)
         console().print(compare_table(found))
         console().print(f"wrote {path}")

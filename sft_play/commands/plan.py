@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from sft_play.builtin.demo import materialise
-from sft_play.cache import project_dir
+from sft_play.cache import log_of
 from sft_play.commands.command_line import Arguments
 from sft_play.commands.context import context_answer
 from sft_play.commands.each_gpu import each_gpu_answer
@@ -72,7 +72,7 @@ def plan_command(args: Arguments, say: Callable[[RenderableType], None] | None =
             f"{var(LENGTHS=None)}, {var(IMAGES=None)} and {var(GPU_HOUR=None)} have no effect on it: leave "
             "them out"
         )
-    with quiet_libraries(project_dir() / "plan.log"):
+    with quiet_libraries(log_of("plan")):
         resolved = _config(asked)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)

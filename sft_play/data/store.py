@@ -1,6 +1,7 @@
 """The on-disk cache: Arrow files in a folder whose name is a hash of everything the content depends on."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -88,9 +89,11 @@ def build(
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
+        refused = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
         raise StorageError(
             f"preparing the data in {folder.parent} failed: {error}.\n"
-            "Free some space there, or set another location: SFT_PLAY_CACHE=<folder>"
+            f"{'Make it writable' if refused else 'Free some space there'}, or set another location: "
+            "SFT_PLAY_CACHE=<folder>"
         ) from error
 
 

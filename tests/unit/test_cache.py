@@ -16,6 +16,7 @@ from sft_play.cache import (
     cache_dir,
     clear,
     entry,
+    log_of,
     private_entry,
     project_dir,
     read_value,
@@ -39,6 +40,19 @@ def _empty(tmp_path, monkeypatch):
     yield
     fingerprints.answering_packages.cache_clear()
     sources_digest.cache_clear()
+
+
+def test_the_log_of_a_command_is_in_the_users_folder_if_the_project_is_read_only(tmp_path, monkeypatch):
+    monkeypatch.delenv("SFT_PLAY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert log_of("plan") == project_dir() / "plan.log"
+    (project_dir() / "plan.log").unlink()
+    project_dir().rmdir()
+    project_dir().write_text("")  # no folder can be made there
+    assert log_of("plan") == tmp_path / "home" / "sft-play" / "plan.log"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert log_of("plan") == project_dir() / "plan.log"
 
 
 @pytest.mark.parametrize("answer", [["text"], [None], {"rows": [1, 2]}, [False, []]])

@@ -61,6 +61,16 @@ def test_a_name_that_no_file_can_have_is_refused(words, capfd):
     assert "nnn... (" in said and "use a shorter name" in said and "bug" not in said and len(said) < 300
 
 
+def test_a_config_that_cannot_be_written_says_how_to_name_another(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert main(["init", "file/my.yaml"]) == 6
+    assert capsys.readouterr().err == (
+        "error: file/my.yaml cannot be written: Not a directory; name a file in another folder: sft-play init "
+        "<folder>/my.yaml\n"
+    )
+
+
 def test_python_without_docstrings_is_refused():
     command = [sys.executable, "-OO", "-m", "sft_play", "config-schema"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
