@@ -66,7 +66,7 @@ def refuses(finished):
             ["tuning.mode=adapter", "train.epochs=0"],
             ["2 problems", "MODE=adapter: expected full, lora or qlora", "train.epochs"],
         ),
-        (["output.name=../../x"], ["output.name"]),
+        (["output.name=../../x"], ["RUN=../../x"]),
         (["model.max_seq_len=100000"], ["model.max_seq_len=100000", "512"]),
         (["train.mixed_precision=fp16"], ["train.mixed_precision=fp16", "auto, bf16 or no"]),
         (["train.batch_size=3"], ["train.batch_size=3", "allowed: 1, 2, 4, 8"]),
