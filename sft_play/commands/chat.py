@@ -196,8 +196,8 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
         chat.take_back()
         return
     if room < min(MIN_ANSWER_TOKENS, most):
-        text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
-        say(text, style="yellow")
+        text = f"the prompt has {len(ids):,} tokens, the model supports {limit:,}"
+        say(f"message too long: {text}; not sent", style="yellow")
         chat.take_back()
         return
     if dropped:

@@ -72,14 +72,14 @@ def data_warnings(
     found += _about_duplicates(stats, chosen)
     if train["rows"] > train["conversations"] and not train["parts"] and not any(p.block for p in parts):
         found.append(
-            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became "
-            f"{train['rows']} rows, which render each turn as at inference time; set data.supervise=last to "
+            f"the chat template rewrites earlier turns, so {train['conversations']:,} conversations became "
+            f"{train['rows']:,} rows, which render each turn as at inference time; set data.supervise=last to "
             "keep one row per conversation"
         )
     for part in parts:
         lost = sum(part.counts.dropped.values())
         if lost >= WARNING_SHARE * part.counts.read:
-            what = f"{lost} of {part.counts.read} rows of {part.given.key} were dropped"
+            what = f"{lost:,} of {part.counts.read:,} rows of {part.given.key} were dropped"
             found.append(what + _how_to_keep(part))
         nulls = {what: count for what, count in part.counts.notes.items() if what.endswith(AS_NULL)}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
@@ -126,7 +126,7 @@ def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[s
     if share >= 0.9:
         raise ConfigError(
             f"model.name: the tokenizer of '{config.model.name}' knows none of the text: "
-            f"{train['unknown_tokens']} of {train['tokens']} tokens are its unknown token. Check that it "
+            f"{train['unknown_tokens']:,} of {train['tokens']:,} tokens are its unknown token. Check that it "
             "belongs to this model and supports this language"
         )
     if share < 0.01:

@@ -80,7 +80,8 @@ def _scale(parameters: dict[str, Any], asked: RopeScaling, positions: int, name:
         )
     if kind != "default" and asked.factor <= factor:
         raise ConfigError(
-            f"{NAME}: '{name}' has factor {factor:g} already, for its {positions} positions; set a larger one"
+            f"{NAME}: '{name}' has factor {factor:g} already, for its {positions:,} positions; set a larger "
+            "one"
         )
     if asked.rope_type == "yarn" and kind == "default":
         parameters["original_max_position_embeddings"] = original or positions
