@@ -73,8 +73,8 @@ def data_warnings(
     if train["rows"] > train["conversations"] and not train["parts"] and not any(p.block for p in parts):
         found.append(
             f"the chat template rewrites earlier turns, so {train['conversations']:,} conversations became "
-            f"{train['rows']:,} rows, which render each turn as at inference time; set data.supervise=last to "
-            "keep one row per conversation"
+            f"{train['rows']:,} rows, which render each turn as at inference time; set data.supervise=last "
+            "to keep one row per conversation"
         )
     for part in parts:
         lost = sum(part.counts.dropped.values())
