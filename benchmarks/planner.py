@@ -140,7 +140,7 @@ def run_config(load: Workload, rows: Dataset, folder: Path) -> RunConfig:
             save_steps=1_000_000,
             report_to=[],
         ),
-        output=OutputConfig(dir=str(folder)),
+        output=OutputConfig(dir=str(folder), dtype="float32"),  # auto asks the base, which is no folder
     )
 
 
