@@ -13,8 +13,8 @@ def missing_for_compiler(device: str) -> str | None:
     Triton compiles a part in C for each kernel when it first runs it. Source: its runtime/build.py.
     """
     kind, variable, usual = ("C", "CC", ("gcc", "clang")) if device == "cuda" else ("C++", "CXX", ("g++",))
-    asked = os.environ.get(variable)
-    names = [asked.split()[0]] if asked else usual  # as in "ccache g++"
+    asked = os.environ.get(variable, "").strip()
+    names = asked.split()[:1] or usual  # as in "ccache g++"
     if not any(map(shutil.which, names)):
         return f"a {kind} compiler ({asked or usual[0]}; {variable} names another one)"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # a scheme of Debian's

@@ -14,7 +14,6 @@ from sft_play.errors import ConfigError
 from sft_play.machine.compiler import missing_for_compiler
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.spelling import make
-from sft_play.units import listed
 
 NVIDIA = "0x10de"  # a vendor of PCI devices
 DISPLAY = "0x03"  # how the class of a GPU begins
@@ -42,9 +41,10 @@ class Wheels(NamedTuple):
         return all(self.oldest <= each <= self.newest for each in capabilities)
 
 
+ANY_LATER = (99, 0)
 # PyPI's first; that for 13.2 is for the same GPUs. Sources: pytorch #172352 and #190355, and NVIDIA's "Minor
 # Version Compatibility".
-PUBLISHED = (Wheels("13.0", 580, (7, 5), (99, 0)), Wheels("12.6", 525, (5, 0), (9, 0)))
+PUBLISHED = (Wheels("13.0", 580, (7, 5), ANY_LATER), Wheels("12.6", 525, (5, 0), (9, 0)))
 
 
 class Build(NamedTuple):
@@ -149,7 +149,7 @@ def how_to_use_gpus(machine: Machine) -> str:
     """What makes the GPUs of a machine usable: another build of PyTorch, another driver, or fewer GPUs."""
     if wheels := wheels_for(machine):
         return f"install PyTorch for CUDA {wheels.version}: {HOW_TO_INSTALL}"
-    names = listed(list(dict.fromkeys(gpu.name for gpu in machine.gpus)), 3)
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus))
     if drivers := [each.driver for each in PUBLISHED if each.have_code_for(machine.gpus)]:
         return f"update the driver to {min(drivers)} or newer, which PyTorch needs for {names}"
     return f"no published build of PyTorch has code for all of {names}"

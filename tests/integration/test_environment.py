@@ -9,6 +9,7 @@ from sft_play.errors import ConfigError
 from sft_play.launch.accelerate_config import CONFIGS
 from sft_play.runlog import RunDir, read_metrics
 from tests.conftest import REPOSITORY
+from tests.fake_driver import write_driver
 from tests.integration.cli import environment, finish, start
 
 pytestmark = pytest.mark.integration
@@ -61,24 +62,8 @@ def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     assert "Ignored: ACCELERATE_DYNAMO_BACKEND, ACCELERATE_MIXED_PRECISION, since config" in done.stdout
 
 
-DRIVER = """
-from types import SimpleNamespace
-
-FREE = (2, 20, 9)  # GiB of three GPUs
-
-class NVMLError(Exception): pass
-def nvmlInit(): pass
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return len(FREE)
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetName(index): return "NVIDIA L4"
-def nvmlDeviceGetMemoryInfo(index): return SimpleNamespace(total=23034 << 20, free=FREE[index] << 30)
-def nvmlDeviceGetCudaComputeCapability(index): return 8, 9
-"""
-
-
 def test_one_process_uses_the_freest_gpu_and_says_so_if_pytorch_cannot(finished, tmp_path):
-    (tmp_path / "pynvml.py").write_text(DRIVER)
+    write_driver(tmp_path, 2, 20, 9)
     words = ("--config", finished.config, f"output.dir={tmp_path}")
     seen = dict(PYTHONPATH=f"{tmp_path}:{REPOSITORY}", CUDA_VISIBLE_DEVICES="0,1,2", COLUMNS="200")
     done = finish(start("train", *words, **seen))

@@ -11,18 +11,9 @@ from scripts.torch_index import answer
 from sft_play.machine.cuda import PUBLISHED
 from sft_play.machine.gpus import what_if
 from tests.conftest import REPOSITORY
+from tests.fake_driver import write_driver
 
 CUDA_12 = ["--extra-index-url", "https://download.pytorch.org/whl/cu126"]
-DRIVER = """
-class NVMLError(Exception): pass
-def nvmlInit(): pass
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return 1
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetName(index): return "NVIDIA L4"
-def nvmlDeviceGetCudaComputeCapability(index): return 8, 9
-def nvmlSystemGetDriverVersion(): return "550.54.14"
-"""
 
 
 def machine(driver, *names):
@@ -53,13 +44,13 @@ def test_pip_is_led_to_a_build_for_this_driver_and_these_gpus(driver, names, arg
 
 def test_who_has_an_index_of_their_own_is_told_what_it_must_have():
     here = machine("550.54.14", "RTX 3060")
-    assert answer(here, has_index=True) == ([], answer(here, has_index=True)[1])
-    assert "it must have the build for CUDA 12.6" in answer(here, has_index=True)[1]
+    arguments, says = answer(here, has_index=True)
+    assert arguments == [] and "it must have the build for CUDA 12.6" in says
 
 
 @pytest.mark.parametrize("own", ["", "https://localhost/simple"])
 def test_the_driver_is_asked_and_so_are_the_settings_of_pip(tmp_path, own):
-    (tmp_path / "pynvml.py").write_text(DRIVER)
+    write_driver(tmp_path, 20)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "CUDA_", "XDG_"))
     }

@@ -34,6 +34,8 @@ def test_gcc_or_clang_compiles_for_a_gpu_and_another_compiler_if_it_is_named(pro
     assert missing_for_compiler("cuda") == "a C compiler (icx -O1; CC names another one)"
     programs("icx")
     assert missing_for_compiler("cuda") is None
+    monkeypatch.setenv("CC", " ")
+    assert missing_for_compiler("cuda") is None
 
 
 def test_a_cpu_needs_a_compiler_of_cpp(programs, monkeypatch):
