@@ -186,7 +186,7 @@ def set_parts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, DTensor
         set_weight(parameter, state["weight"])
         moments = {key: _part_of(parameter, state[key]) for key in MOMENTS}
         held = optimizer.state[parameter]
-        held["step"] = state["step"].float().clone()
+        held["step"] = state["step"].to(parameter.device, torch.float32, copy=True)  # as fused AdamW wants it
         for key, moment in moments.items():
             if key in held:
                 held[key].copy_(moment)  # it may be on a disk

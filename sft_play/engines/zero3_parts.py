@@ -209,7 +209,7 @@ def set_parts(optimizer: Any, parameters: Mapping[str, Any], state_of: StateOf) 
     step = state_of(next(iter(parameters)))["step"].float()
     for flat in optimizer.fp32_partitioned_groups_flat:
         zeros = {key: moment_like(inner, flat) for key in MOMENTS}
-        inner.state[flat] = {"step": step.clone(), **zeros}
+        inner.state[flat] = {"step": step.to(flat.device, copy=True), **zeros}  # as fused AdamW wants it
     for name, parameter in parameters.items():
         state = state_of(name)
         set_weight(parameter, state["weight"])
