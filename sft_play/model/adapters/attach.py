@@ -171,6 +171,8 @@ def attach_adapter(
         _train_whole(adapted, tied=config.ensure_weight_tying, fp32=autocast)
     # "auto" would save a whole embedding that has grown, of which only single rows are trained
     adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+    # safetensors takes PEFT's "cuda" for the first GPU, of whose memory every rank would take some for good
+    adapted.load_adapter = partial(adapted.load_adapter, torch_device="cpu")
     if not lora.use_dora:  # which computes the norms of weights in the type of its input
         passes.replace_forwards(adapted, autocast=autocast)
     return adapted

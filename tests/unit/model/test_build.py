@@ -59,6 +59,20 @@ def test_an_adapter_changes_no_output_before_it_is_trained(tiny_model, tmp_path,
     assert same == (init == "default")
 
 
+def test_a_checkpoint_is_loaded_without_the_first_gpu(tiny_model, tmp_path, monkeypatch):
+    """Where there are GPUs, PEFT asks safetensors for "cuda", which is the first one on every rank."""
+    job = make_job(tiny_model, tmp_path, "run")
+    model = build_model(job.config, job.plan)
+    model.save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # to load from there would fail here
+    with torch.no_grad():
+        weight = next(each for each in model.parameters() if each.requires_grad)
+        saved = weight.clone()
+        weight.add_(1)
+    model.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
+    assert torch.equal(weight, saved)
+
+
 @pytest.mark.parametrize(("engine", "dtype"), [("ddp", torch.float32), ("deepspeed_z2", torch.bfloat16)])
 def test_4_bit_layers_compute_in_the_type_that_the_engine_gives_the_model(
     tiny_model, tmp_path, engine, dtype
