@@ -55,6 +55,7 @@ def test_a_config_says_what_it_is_for_and_leaves_the_numbers_to_the_command_line
     several = tree["distributed_type"] != "NO"
     assert tree["num_processes"] == (-1 if several else 1)
     assert tree["use_cpu"] == ("cpu" in path.stem)
+    assert tree["gpu_ids"] == "all"  # accelerate would put another value in the place of CUDA_VISIBLE_DEVICES
     zero = tree["distributed_type"] == "DEEPSPEED"
     assert zero == path.stem.startswith("zero") == ("deepspeed_config" in tree)
     assert ("mixed_precision" in tree) != zero  # accelerate refuses both
