@@ -31,7 +31,7 @@ from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches
 from sft_play.ui.console import warn
 from sft_play.upstream.accelerate import unwrapped
-from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides
+from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides, page_what_is_loaded
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.transformers import loaded_as_saved
 
@@ -107,6 +107,8 @@ class PlannedTrainer(SFTTrainer):
             return optimizer
         if self._plus_ratio is not None:
             self._split_by_rate(optimizer, model, self._plus_ratio)
+        if self.args.optim.startswith("paged"):
+            page_what_is_loaded(optimizer)
         if self._nvme_path:
             StatesOnDisk(Path(self._nvme_path)).attach(optimizer)
         return optimizer

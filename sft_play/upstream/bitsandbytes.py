@@ -35,6 +35,23 @@ def forget_overrides() -> None:
     manager.initialize()
 
 
+def page_what_is_loaded(optimizer: Any) -> None:
+    """Lets a paged optimizer page the states of a checkpoint, as it pages those that it begins with.
+
+    It puts them on the GPU, for good (0.50). What makes this unnecessary: a `load_state_dict` that pages.
+    """
+    load = optimizer.load_state_dict
+
+    def load_paged(state_dict: Any) -> None:
+        load(state_dict, move_to_device=False)
+        for weight, state in optimizer.state.items():
+            for name in {"state1", "state2"} & state.keys():
+                state[name] = optimizer.get_state_buffer(weight, state[name].dtype).copy_(state[name])
+        optimizer.to_gpu()  # what is not paged
+
+    optimizer.load_state_dict = load_paged
+
+
 @contextmanager
 def weights_saved_themselves() -> Iterator[None]:
     """In the block, a 4-bit product saves its weight for the backward pass, not a view of it.

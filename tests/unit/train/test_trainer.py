@@ -309,3 +309,24 @@ def test_the_loss_that_balances_experts_is_learned_but_not_reported(tiny_model, 
         assert ("router_aux_loss" in trainer.state.log_history[-1]) == (weight > 0)
     assert shares[0] == shares[1]
     assert len(gradients[0]) == 2 and not any(map(torch.equal, *gradients))
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", ["paged_adamw_8bit", "paged_lion_32bit"])
+def test_the_states_of_a_checkpoint_are_paged(trainer_of, monkeypatch, name):
+    """A CPU pages nothing, so it is the buffers that an optimizer makes on a GPU which are looked at."""
+    trainer, made = trainer_of(), []
+    trainer.args.optim = name  # which a plan for a CPU would refuse
+    first = trainer.create_optimizer()
+    for weight in trainer.model.parameters():
+        weight.grad = torch.randn_like(weight)
+    first.step()
+    trainer.optimizer = None
+    later = trainer.create_optimizer()
+    make = later.get_state_buffer
+    monkeypatch.setattr(later, "get_state_buffer", lambda *args: made.append(make(*args)) or made[-1])
+    later.load_state_dict(first.state_dict())
+    for before, after in zip(first.state.values(), later.state.values(), strict=True):
+        assert after.keys() == before.keys() and after["step"] == 1
+        assert all(torch.equal(after[key], before[key]) for key in after if key != "step")
+        assert all(any(after[key] is each for each in made) for key in {"state1", "state2"} & after.keys())
