@@ -84,7 +84,8 @@ class LogProbs:
         kernel = TiledLogProbs if is_on_cpu(hidden) else ChunkedLogProbFunction
         if not torch.is_grad_enabled():  # which a function cannot see from within
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        return kernel.apply(hidden, weight, bias, *args)
+        with torch.cuda.device_of(hidden):  # Triton computes on the current GPU, not on that of its arguments
+            return kernel.apply(hidden, weight, bias, *args)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """The output head of the CPU gives the loss and the gradients of full logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM
+from trl import kernels
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.miniatures import miniature
@@ -147,3 +150,24 @@ def test_logits_that_are_capped_by_another_name_are_capped():
         tiled = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
 
     assert_same_tensor(tiled, own, summed(forward_terms(model, tokens=16) + config.vocab_size))
+
+
+def test_a_gpu_scores_on_the_device_of_the_output_head(monkeypatch):
+    """Of a model that is spread over several GPUs, it is on the last, and the current one is the first."""
+    (hidden, weight, bias), targets = leaves(3)
+    current = []
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: current.append(device) or 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", current.append)
+    monkeypatch.setattr(kernels, "ChunkedLogProbFunction", SimpleNamespace(apply=lambda *_: tuple(current)))
+    hidden = OnSecondGpu(hidden.detach())
+    assert LogProbs.apply(hidden, weight, bias, targets, *SETTINGS) == (1,) and current == [1, 0]
+
+
+class OnSecondGpu(torch.Tensor):
+    """A tensor of the CPU that is said to be on cuda:1."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+    def get_device(self) -> int:
+        return 1
