@@ -25,8 +25,9 @@ LINE = 160
 STACK_LINES = 12
 NOTICED_S = 1.0  # a wait that ends later than this was a pause
 SETUP, DONE = "model setup", "done"  # positions in which no limit counts
-# Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them.
-WAITING = re.compile("torch/distributed/|run_backward|deepspeed/comm/")
+# Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them. With a
+# GPU, it waits where a step first asks for a number: the gradients' norm, or whether a signal has come.
+WAITING = re.compile("torch/distributed/|run_backward|deepspeed/comm/|torch/cuda/|_grad_norm|any_rank")
 
 
 @dataclass(frozen=True)

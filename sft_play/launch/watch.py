@@ -133,9 +133,10 @@ class Watch:
         beats = read_beats(self._run, self._numbers, self._own_time)
         reported = {report.rank for report in read_rank_exits(self._run, self._numbers)}
         silent = [beat for beat in beats if beat.rank not in reported]
-        for beat in silent:
-            if beat.pid in self._ranks and _alive(self._ranks[beat.pid]):
-                _send(beat.pid, STACKS_SIGNAL)
+        alive = [beat for beat in silent if beat.pid in self._ranks and _alive(self._ranks[beat.pid])]
+        silent = alive or silent  # NCCL ends a process that has waited in vain
+        for beat in alive:
+            _send(beat.pid, STACKS_SIGNAL)
         deadline = time.monotonic() + STACKS_WITHIN_S
         while time.monotonic() < deadline and not all(read_stack(self._run, beat.rank) for beat in silent):
             time.sleep(POLL_S / 5)

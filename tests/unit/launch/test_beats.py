@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from sft_play.launch.beats import (
@@ -27,6 +28,10 @@ OWN = (
 )
 WAITS = (
     'Current thread 0x1 (most recent call first):\n  File "torch/distributed/c10d.py", line 7 in all_reduce\n'
+)
+WAITS_FOR_A_GPU = (
+    'Current thread 0x1 (most recent call first):\n  File "transformers/trainer.py", line 7 in _get_grad_norm\n'
+    '  File "sft_play/train/trainer.py", line 1 in _get_grad_norm\n'
 )
 OTHER = 'Thread 0x2 (most recent call first):\n  File "threading.py", line 1 in wait\n\n'
 
@@ -68,8 +73,9 @@ def test_all_must_have_stood_still_for_the_limit():
     assert not is_stalled([])
 
 
-def test_the_one_that_hangs_is_told_from_those_that_wait(run):
-    for rank, text in enumerate([OTHER + WAITS, OTHER + OWN, WAITS]):
+@pytest.mark.parametrize("waits", [WAITS, WAITS_FOR_A_GPU])
+def test_the_one_that_hangs_is_told_from_those_that_wait(run, waits):
+    for rank, text in enumerate([OTHER + waits, OTHER + OWN, waits]):
         (reports_folder(run) / f"{rank}.stack").write_text(text)
     told = hanging(run, [beat(rank) for rank in range(3)])
     assert list(told) == [1]
@@ -168,3 +174,23 @@ def test_the_watch_tells_ranks_that_hang_from_those_that_were_stopped_with_it(ru
     clock.now += paused
     watch.until_end()
     assert (watch.paused_s > 90, bool(watch.hung)) == (paused > 0, paused == 0)
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def test_a_rank_that_has_ended_does_not_hang(run):
+    """NCCL ends the ranks that have waited for the one that hangs."""
+    ended = psutil.Popen(["true"])
+    hangs = psutil.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True)
+    assert hangs.stdout.readline() == "up\n"
+    ended.wait()
+    for rank, process in enumerate((ended, hangs)):
+        (reports_folder(run) / f"{rank}.beat").write_text(f"{process.pid} 60.0 step 4")
+    watch = Watch(subprocess.Popen(["true"]), "rank.py", range(2), run)
+    watch._ranks = {process.pid: process for process in (ended, hangs)}
+    try:
+        assert list(watch._hanging_ranks()) == [1]
+    finally:
+        hangs.kill()
+        hangs.wait()
