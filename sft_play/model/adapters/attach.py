@@ -268,7 +268,8 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
         CheckpointError: the adapter cannot be loaded.
     """
     try:
-        model = PeftModel.from_pretrained(base, str(folder), **places_for_adapter(base))
+        # not through a GPU, which may be in use, where a merge needs none
+        model = PeftModel.from_pretrained(base, str(folder), torch_device="cpu", **places_for_adapter(base))
     except NOT_AN_ADAPTER as error:
         raise _unfit(folder, error) from error
     complete_wrappers(model)

@@ -8,6 +8,7 @@ from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from sft_play.engines.stored import put_to_use
+from sft_play.model.adapters.attach import load_adapter
 from sft_play.model.build import build_model
 from tests.conftest import VOCABULARY
 from tests.jobs import make_job
@@ -59,7 +60,7 @@ def test_an_adapter_changes_no_output_before_it_is_trained(tiny_model, tmp_path,
     assert same == (init == "default")
 
 
-def test_a_checkpoint_is_loaded_without_the_first_gpu(tiny_model, tmp_path, monkeypatch):
+def test_adapters_are_loaded_without_the_first_gpu(tiny_model, tmp_path, monkeypatch):
     """Where there are GPUs, PEFT asks safetensors for "cuda", which is the first one on every rank."""
     job = make_job(tiny_model, tmp_path, "run")
     model = build_model(job.config, job.plan)
@@ -71,6 +72,9 @@ def test_a_checkpoint_is_loaded_without_the_first_gpu(tiny_model, tmp_path, monk
         weight.add_(1)
     model.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
     assert torch.equal(weight, saved)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    merged = load_adapter(base, tmp_path / "adapter")  # as for a merge, in RAM
+    assert torch.equal(next(value for name, value in merged.named_parameters() if "lora_A" in name), saved)
 
 
 @pytest.mark.parametrize(("engine", "dtype"), [("ddp", torch.float32), ("deepspeed_z2", torch.bfloat16)])
