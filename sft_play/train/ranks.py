@@ -53,6 +53,7 @@ def process_group(job: Job) -> Iterator[None]:
         engine.prepare_launch()
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
+        _require_own_gpu(job, torch.cuda.device_count())
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group(_backend(job.plan), timeout=timeout)
@@ -65,6 +66,16 @@ def process_group(job: Job) -> Iterator[None]:
         raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # no rank leaves while another still waits for its last message
     distributed.destroy_process_group()
+
+
+def _require_own_gpu(job: Job, visible: int) -> None:
+    """Raises a LaunchError if a machine has more processes than GPUs that they see, of which each has one."""
+    local = job.ranks.local_rank
+    if local >= visible:
+        raise LaunchError(
+            f"process {job.ranks.rank} is number {local} of its machine (LOCAL_RANK, from 0) and sees "
+            f"{counted(visible, 'GPU')}; start one process for each GPU, and let each process see all of them"
+        )
 
 
 @contextmanager

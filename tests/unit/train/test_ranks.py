@@ -4,10 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import distributed
 
 from sft_play.config.schema import RunConfig
-from sft_play.launch.ranks import SINGLE_PROCESS
+from sft_play.errors import LaunchError
+from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.planning.speed.devices import device_name, read_collectives
 from sft_play.train import ranks
@@ -69,3 +71,17 @@ def test_without_a_probe_nothing_is_measured(job):
     job.config = quiet
     ranks.with_known_exchange(job)
     assert known(job) == {}
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(job, monkeypatch):
+    """As where SLURM shows each task one GPU alone."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    job.plan, job.ranks = (
+        replace(job.plan, device="cuda"),
+        RankEnvironment(rank=5, local_rank=1, world_size=8),
+    )
+    with pytest.raises(
+        LaunchError, match=r"process 5 is number 1 of its machine .* and sees 1 GPU; start one"
+    ):
+        with ranks.process_group(job):
+            pass
