@@ -19,6 +19,7 @@ from sft_play.commands import (  # noqa: F401 - they declare the commands
 from sft_play.commands.command_line import INTERRUPTED_BY_USER, PROGRAM, Arguments, importing
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import set_environment
+from sft_play.machine.process import ended_by_signals
 from sft_play.secrets import redact
 from sft_play.ui.console import console_on_stderr
 from sft_play.ui.screen import Command, Screen, write_stderr
@@ -176,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json or args.prints:
         require_output()
     try:
-        with console_on_stderr() if args.json else contextlib.nullcontext():
+        with ended_by_signals(), console_on_stderr() if args.json else contextlib.nullcontext():
             code = args.run()
         sys.stdout.flush()
         return code

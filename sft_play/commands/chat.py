@@ -212,7 +212,9 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
         say()
         if len(new) >= room:
             say(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if str(interrupt):  # SIGTERM or a closed terminal, and not Ctrl-C
+            raise
         say("\n(stopped)", style="dim")
     chat.turns.append(answer_message("".join(pieces).strip(), tools=bool(chat.tools)))
 
@@ -258,7 +260,9 @@ def _converse(
     while True:
         try:
             line = read("\nyou> ").strip()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if str(interrupt):
+                raise
             console().print("\nuse /quit or Ctrl-D to end the chat", style="dim")
             continue
         except EOFError:

@@ -7,7 +7,7 @@ from sft_play.commands.train import launch_ranks, opened_job, with_flags
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.job import Job
-from sft_play.machine.process import ended_by_signals, importing_libraries
+from sft_play.machine.process import importing_libraries
 from sft_play.runlog import read_json
 from sft_play.spelling import var
 
@@ -18,7 +18,7 @@ def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | Non
     Returns {"plan": as in `sft-play plan --json`, "probe": the fields of a ProbeResult}.
     """
     resolved = with_flags(resolved, engine, resume=False)
-    with ended_by_signals(), opened_job(resolved, processes) as job:
+    with opened_job(resolved, processes) as job:
         if job.config.train.probe is False:
             raise ConfigError(
                 "train.probe=false leaves nothing to measure; remove it, or add "

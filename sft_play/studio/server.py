@@ -9,7 +9,6 @@ from pathlib import Path
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from sft_play.launch.nodes import LOOPBACK, free_port, from_elsewhere
-from sft_play.machine.process import ended_by_signals
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Planner
 from sft_play.ui.console import console
@@ -45,7 +44,7 @@ def serving(runs: Path, port: int = PORT) -> Iterator[BaseWSGIServer]:
 
 def serve(runs: Path) -> None:
     """Prints how to reach the studio of a folder, and serves it until it is stopped."""
-    with ended_by_signals(), serving(runs) as server:
+    with serving(runs) as server:
         console().print(f"Studio: http://{LOOPBACK}:{server.port}   (stop it with Ctrl-C)")
         console().print(from_elsewhere(server.port), highlight=False)
         server.serve_forever()  # until KeyboardInterrupt

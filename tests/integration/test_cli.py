@@ -196,6 +196,14 @@ def assert_interrupted(done, run, step):
     ).is_dir() and not run.adapter.exists()
 
 
+def test_a_signal_while_libraries_are_imported_ends_a_command_with_a_word(workspace):
+    process = start("train", "--config", workspace[0])
+    process.stdout.readline()  # the header, which comes before them
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert (done.code, done.err) == (130, "interrupted: stopped by SIGTERM\n")
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
     """First by SIGTERM, then by Ctrl-C; numbers and weights equal an uninterrupted run bit for bit."""
