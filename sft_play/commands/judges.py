@@ -12,7 +12,8 @@ from sft_play.builtin import replies
 from sft_play.choices.metrics import DEFAULT
 from sft_play.commands.answers import Compared
 from sft_play.config.inputs import GIVEN
-from sft_play.config.load import OF_RUN, ResolvedConfig
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.resolved import OF_RUN
 from sft_play.errors import ConfigError
 from sft_play.spelling import var
 from sft_play.ui.console import warn

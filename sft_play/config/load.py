@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sft_play.config.aliases import ALIASES, REMOVED
+from sft_play.config.resolved import OF_RUN, no_such_run, stay_in_folder
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.resources import located, shipped_configs
@@ -22,7 +23,6 @@ from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
-OF_RUN = "config.resolved.yaml"  # in the folder of a run
 MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
 
 
@@ -139,8 +139,7 @@ def _read_file(path: Path) -> dict:
     path = located(path)
     if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
         if path.name == OF_RUN:
-            there = sorted(file.parent.name for file in path.parent.parent.glob(f"*/{OF_RUN}"))
-            raise ConfigError(f"there is no run {path.parent}; runs there: {', '.join(there) or 'none'}")
+            raise no_such_run(path.parent)
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
         raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set {var(CONFIG='<file>')}")
     size = path.stat().st_size
@@ -342,9 +341,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConf
 
     Raises:
         ConfigError: the config is invalid; lists every problem with its dotted name.
+        CheckpointError: it is that of a run, and there is no such run.
     """
     path = Path(path)
     tree, origins = _load_tree(path)
+    stay_in_folder(tree, path)
     typed: dict[str, str] = {}
     for number, override in enumerate(overrides, start=1):
         _refuse_secret(override, f"override {number}")

@@ -6,7 +6,7 @@ import pytest
 
 from sft_play.config.aliases import ALIASES, REMOVED
 from sft_play.config.load import as_override, dump_resolved, json_schema, load_config, parse_yaml
-from sft_play.errors import ConfigError
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.resources import CATALOGUES
 
 MINIMAL = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
@@ -374,9 +374,9 @@ def test_a_file_beside_it_may_have_been_meant(tmp_path):
 
 def test_a_run_that_does_not_exist_is_named_with_those_that_do(tmp_path):
     asked = tmp_path / "runs" / "typo" / "config.resolved.yaml"
-    with pytest.raises(ConfigError, match="there is no run .*typo; runs there: none"):
+    with pytest.raises(CheckpointError, match="there is no run .*typo; runs there: none"):
         load_config(asked)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / asked.name).touch()
-    with pytest.raises(ConfigError, match="there is no run .*typo; runs there: demo"):
+    with pytest.raises(CheckpointError, match="there is no run .*typo; runs there: demo"):
         load_config(asked)

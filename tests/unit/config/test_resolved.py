@@ -1,6 +1,8 @@
 from pathlib import Path
 
-from sft_play.config.load import ResolvedConfig, dump_resolved
+import pytest
+
+from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.resolved import Setting, read_resolved
 from sft_play.config.schema import RunConfig
 
@@ -29,3 +31,25 @@ def test_lines_that_it_cannot_have_written_are_skipped(tmp_path):
     text = "a:\n  b: nope  # x\n- c\n  d: 1  # file\n\x00"
     assert read(text, tmp_path) == {"a.d": Setting(1, "file")}
     assert read_resolved(tmp_path / "missing.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    "typed", ["runs/new/config.resolved.yaml", "config.resolved.yaml", "../new/config.resolved.yaml"]
+)
+def test_the_config_of_a_run_that_was_renamed_is_that_of_the_folder_it_is_in(tmp_path, monkeypatch, typed):
+    folder = tmp_path / "runs" / "new"
+    folder.mkdir(parents=True)
+    tree = {
+        "model": {"name": "m"},
+        "data": {"train_path": "x"},
+        "output": {"name": "old", "dir": "elsewhere"},
+    }
+    resolved = ResolvedConfig(RunConfig.model_validate(tree), {}, Path("x"))
+    (folder / "config.resolved.yaml").write_text(dump_resolved(resolved))
+    monkeypatch.chdir(tmp_path if typed.startswith("runs") else folder)
+    output = load_config(typed).config.output
+    assert (output.name, output.dir) == ("old", "elsewhere")  # a copy of a config, in which no run has begun
+    (folder / "plan.json").touch()
+    output = load_config(typed).config.output
+    assert (output.name, Path(output.dir).resolve()) == ("new", tmp_path / "runs")
+    assert load_config(typed, ["output.name=other"]).config.output.name == "other"
