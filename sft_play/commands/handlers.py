@@ -20,7 +20,9 @@ from sft_play.commands.command_line import (
     number,
     switch,
 )
+from sft_play.errors import ConfigError
 from sft_play.hooks import NO_HOOKS, Hooks
+from sft_play.spelling import var
 from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS, MOST_IMAGES = 10_000_000, 2**20, 1000  # of data that is not here
@@ -288,6 +290,8 @@ def evaluate_tasks(
 @force
 def infer(args: Arguments, input: Path | None, output: Path | None, force: bool) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
+    if not input and (args.json or output):
+        raise ConfigError(f"a chat writes no results; name a file of prompts, {var(IN='<file>')}")
     what = f"answers the prompts in {input}" if input else "a chat with the trained model"
     run = finished_run(announce(args, what))
     _freest_gpu_first()

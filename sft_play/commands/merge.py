@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -56,9 +57,10 @@ TOLERANCES = {
 
 def _adapter_of(config: RunConfig, run: RunDir) -> Path:
     if config.tuning.mode == "full":
+        use = [make(target, RUN=shlex.quote(run.typed)) for target in ("infer", "eval")]
         raise ConfigError(
             "there is nothing to merge: tuning.mode=full has no adapter, and the full weights are in "
-            f"{run.model}. Use them directly with `{make('infer')}` and `{make('eval')}`"
+            f"{run.model}. Use them directly with `{use[0]}` and `{use[1]}`"
         )
     return finished_weights(config, run)
 
@@ -194,16 +196,18 @@ def compare_logits(reference: torch.Tensor, other: torch.Tensor) -> LogitDiffere
     )
 
 
-def require_merged(output: Path, adapter: Path) -> str:
+def require_merged(run: RunDir, adapter: Path, output: Path | None = None) -> str:
     """The dtype of the merged model; CheckpointError if it is damaged or not of this adapter."""
+    elsewhere = {"OUT": shlex.quote(str(output))} if output else {}
+    command, output = make("merge", RUN=shlex.quote(run.typed), **elsewhere), output or run.merged
     info = read_json(output / MERGE_INFO)
     if not info:
-        raise CheckpointError(f"{output} has no merged model yet; run `{make('merge')}` first")
+        raise CheckpointError(f"{output} has no merged model yet; run `{command}` first")
     if info.get("adapter_sha256") != digest(adapter):
         origin, own = info.get("adapter", str(adapter)), str(adapter)
         source = f"another version of {own}" if origin == own else f"{origin}, not from {own}"
-        raise CheckpointError(f"{output} was merged from {source}; run `{make('merge')}` again")
-    require_undamaged(output, f"run `{make('merge')}` again")
+        raise CheckpointError(f"{output} was merged from {source}; run `{command}` again")
+    require_undamaged(output, f"run `{command}` again")
     return info["dtype"]
 
 
@@ -219,7 +223,7 @@ def merged_folder(config: RunConfig, run: RunDir, weights: Path) -> Path:
             f"{var(WHAT='merged')}: after full fine-tuning there is nothing to merge; leave "
             f"{var(WHAT=None)} out"
         )
-    require_merged(run.merged, weights)
+    require_merged(run, weights)
     return run.merged
 
 
@@ -274,8 +278,8 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
         CheckpointError: there is no merged model, or it differs by more than the tolerance.
     """
     adapter = _adapter_of(config, run)
+    dtype = require_merged(run, adapter, output)
     output = output or run.merged
-    dtype = require_merged(output, adapter)
     with quiet_libraries(run.log):
         data = load_data(config, begun=True).rows
         held_out = data.val if data.val is not None else data.train

@@ -31,7 +31,7 @@ def merged_model(config: RunConfig, run: RunDir, adapter: Path) -> tuple[Path | 
         return None, None
     try:
         with spinner("checking the merged model"):
-            require_merged(run.merged, adapter)
+            require_merged(run, adapter)
     except CheckpointError as error:
         return None, "; ".join(str(error).splitlines())
     return run.merged, None

@@ -1,6 +1,7 @@
 """`make report`, and the report that every run leaves, however it ends."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
         if trained:
             _end(run, status="interrupted")
         said = _what_is_saved(run, begun=_version(run.plan) != plan, trained=trained)
-        raise KeyboardInterrupt(f"{error}{said}") from None
+        raise KeyboardInterrupt(f"{str(error) or 'stopped by SIGINT'}{said}") from None
     except Exception as error:
         if _version(run.plan) != plan:
             shown = library_failure(error, config) or error
@@ -119,7 +120,8 @@ def _what_is_saved(run: RunDir, *, begun: bool, trained: bool) -> str:
     if not begun:
         return " before the first step, so there is nothing to save"
     if trained:
-        return f" after training; the weights are saved, and `{make('eval')}` and `{make('infer')}` use them"
+        use = [make(target, RUN=shlex.quote(run.typed)) for target in ("eval", "infer")]
+        return f" after training; the weights are saved, and `{use[0]}` and `{use[1]}` use them"
     saved = by_step(run)
     if not saved:
         return f" before the first checkpoint, so `{make('train')}` starts again"

@@ -202,10 +202,10 @@ def test_base_adapter_and_merged_model_are_compared_and_the_base_is_loaded_once(
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda folder: shutil.rmtree(folder), "has no merged model yet; run `make merge` first"),
-        (lambda folder: change(folder / "merge.json", adapter_sha256="0"), "merged from another version of .*run `make merge` again"),
-        (lambda folder: change(folder / "merge.json", adapter_sha256="0", adapter="runs/b/adapter"), "merged from runs/b/adapter, not from .*run `make merge` again"),
-        (lambda folder: change(folder / "config.json", hidden_size=1), "is damaged: config.json has .*run `make merge` again"),
+        (lambda folder: shutil.rmtree(folder), "has no merged model yet; run `make merge RUN=.*` first"),
+        (lambda folder: change(folder / "merge.json", adapter_sha256="0"), "merged from another version of .*run `make merge RUN=.*` again"),
+        (lambda folder: change(folder / "merge.json", adapter_sha256="0", adapter="runs/b/adapter"), "merged from runs/b/adapter, not from .*run `make merge RUN=.*` again"),
+        (lambda folder: change(folder / "config.json", hidden_size=1), "is damaged: config.json has .*run `make merge RUN=.*` again"),
     ],
     ids=["none", "earlier adapter", "another run", "changed"],
 )  # fmt: skip

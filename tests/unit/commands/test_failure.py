@@ -64,6 +64,16 @@ def test_ctrl_c_after_training_leaves_a_trained_run_that_is_not_done(tmp_path):
     assert read_json(run.summary)["status"] == "interrupted" and "make resume" not in run.report.read_text()
 
 
+def test_ctrl_c_that_says_nothing_is_named_and_so_are_the_commands_of_this_run(tmp_path):
+    run = RunDir(tmp_path / "one")
+    said = (
+        f"^stopped by SIGINT after training; .*`make eval RUN={run.typed}` and `make infer RUN={run.typed}`"
+    )
+    with pytest.raises(KeyboardInterrupt, match=said), end_reported(run, make_settings("one"), here=True):
+        trained(run)
+        raise KeyboardInterrupt
+
+
 def test_an_earlier_run_that_was_trained_does_not_make_this_one_so(tmp_path):
     run = RunDir(tmp_path / "one")
     trained(run)

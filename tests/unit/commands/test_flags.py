@@ -47,6 +47,12 @@ def test_a_flag_that_an_override_contradicts_is_refused(override, engine, resume
         with_flags(load_config(CONFIG, [override]), engine, resume)
 
 
+@pytest.mark.parametrize("words", [["--json"], ["--output", "answers.jsonl"]])
+def test_a_chat_writes_no_results(words):
+    with pytest.raises(ConfigError, match="a chat writes no results; name a file of prompts, IN=<file>"):
+        parse(["infer", "--config", CONFIG, *words]).run()
+
+
 @pytest.mark.parametrize("typed", ["2x RTX 3090", "2 x RTX 3090", "2X RTX 3090", "2\u00d7RTX 3090"])
 def test_the_number_of_gpus_may_stand_before_their_name(typed):
     asked = Asked.of(parse(["plan", "--model", "tiny", "--gpu", typed]))

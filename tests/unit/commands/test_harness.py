@@ -217,12 +217,14 @@ def test_what_was_typed_is_checked_first(finished, options, said):
 
 
 def test_only_the_merged_model_of_this_run_is_taken_and_only_a_finished_run(pretended, finished):
-    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge RUN=.*` first"):
         evaluate_tasks(finished.config, finished.run, Options(("a",), part="merged"))
     merge(finished.config, finished.run)
     weights = finished.run.merged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
-    with pytest.raises(CheckpointError, match="model.safetensors has changed .*\nrun `make merge` again"):
+    with pytest.raises(
+        CheckpointError, match="model.safetensors has changed .*\nrun `make merge RUN=.*` again"
+    ):
         evaluate_tasks(finished.config, finished.run, Options(("a",), part="merged"))
     with pytest.raises(CheckpointError, match="there is no run .*`make train`"):
         evaluate_tasks(finished.config, RunDir(finished.run.path / "never"), Options(("a",)))

@@ -117,8 +117,10 @@ def test_the_test_refuses_a_model_that_was_merged_from_an_earlier_adapter(finish
 
 
 def test_the_test_without_a_merged_model_names_the_command(finished):
-    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge RUN=.*` first"):
         merge_test(finished.config, finished.run)
+    with pytest.raises(CheckpointError, match="there has no .*; run `make merge RUN=.* OUT=there` first"):
+        merge_test(finished.config, finished.run, Path("there"))
 
 
 def test_an_earlier_merge_is_replaced_and_a_foreign_folder_is_not(finished, tmp_path):

@@ -86,7 +86,7 @@ def test_neither_the_state_of_training_nor_folders_of_this_machine_are_published
 
 
 def test_the_merged_model_goes_with_its_own_files(finished, hub):
-    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge RUN=.*` first"):
         push(finished.config, finished.run, REPO, part="merged")
     assert not hub.asked
     merge(finished.config, finished.run)
