@@ -252,7 +252,7 @@ def grown_batch() -> str:
 def _scaled(scaling: Literal["none", "sqrt", "linear"], effective: int) -> str:
     reference = None if scaling == "none" else 4
     train = TrainConfig(learning_rate=1e-4, lr_scaling=scaling, reference_batch_size=reference)
-    return f"{scaled_learning_rate(train, effective).used:.1e}".replace("e-0", "e-")
+    return f"{scaled_learning_rate(train, effective):.1e}".replace("e-0", "e-")
 
 
 def exit_codes() -> str:

@@ -26,7 +26,7 @@ from sft_play.machine.gpus import Machine, detect, with_freest
 from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.weights.files import TOKENIZER_FILES, has_tokenizer, missing_shards, require_own_weights
 from sft_play.plan import Device, Plan
-from sft_play.planning.candidates.drafts import choose_precision, require_possible
+from sft_play.planning.candidates.drafts import precision_reason, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.spelling import login, make, var
@@ -268,7 +268,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
     )
     try:
-        yield Finding(OK, "method", str(choose_precision(config, device)[1]))
+        yield Finding(OK, "method", precision_reason(config, device))
     except ConfigError as error:
         fix = "set train.mixed_precision=auto to use what the device supports"
         yield Finding(ERROR, "method", str(error), fix)

@@ -39,8 +39,7 @@ from sft_play.planning.request import Request
 from sft_play.planning.rows.described_rows import DescribedRows, described_facts, described_rows
 from sft_play.planning.rows.facts import DataFacts, data_facts
 from sft_play.planning.speed.devices import ensure_profile
-from sft_play.reasons.evidence import AssumedRows, DescribedImages, DescribedLengths
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.evidence import assumed_rows, described_images, described_lengths
 from sft_play.report.layout import apart, make_command, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
 from sft_play.results import Planned
@@ -79,7 +78,7 @@ def plan_command(args: Arguments, say: Callable[[RenderableType], None] | None =
         if asked.context:
             return context_answer(asked, resolved, architecture, notes)
         facts, row_notes = _facts(asked, resolved, architecture, described)
-        notes = [*map(str, row_notes), *notes]
+        notes = [*row_notes, *notes]
         if asked.model and not asked.gpu:
             request = Request(config, architecture, facts, what_if(COMMON_GPUS[0]), 1)
             grows = _batch_grows(asked, resolved)
@@ -158,7 +157,7 @@ def _found(
     price = asked.gpu_hour or (price_of(gpus[0].name) if gpus else None)
     tree["plan"]["tokens_per_second"] = facts.tokens_per_second(chosen)
     tree["plan"] |= {"gpu_hours": hours, "cost": cost_at(price, hours)}
-    assumed = [] if facts.seen else [str(AssumedRows(len(facts.lengths), facts.longest_row))]
+    assumed = [] if facts.seen else [assumed_rows(len(facts.lengths), facts.longest_row)]
     return {
         "tree": tree,
         "title": _title(request.config, chosen, request.machine),
@@ -180,7 +179,7 @@ def _other_ways(asked: Asked, request: Request, chosen: Plan, notes: list[str]) 
 
 def _facts(
     asked: Asked, resolved: ResolvedConfig, architecture: Architecture, described: DescribedRows | None
-) -> tuple[DataFacts, list[Reason]]:
+) -> tuple[DataFacts, list[str]]:
     """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
     config = resolved.config
     if described:
@@ -193,14 +192,14 @@ def _facts(
 
 def _described(
     asked: DescribedRows, config: RunConfig, architecture: Architecture
-) -> tuple[DataFacts, list[Reason]]:
-    picture, seen = NO_PICTURE, list[Reason]()
+) -> tuple[DataFacts, list[str]]:
+    picture, seen = NO_PICTURE, list[str]()
     settings, max_pixels = processor_settings(config.model.name), config.data.image_max_pixels
     for height, width in asked.sizes:
         picture = architecture.ask(described_picture, settings, max_pixels, height, width)
-        seen = [DescribedImages(asked.images, width, height, picture.fit.tokens, picture.row_tokens)]
+        seen = [described_images(asked.images, width, height, picture.fit.tokens, picture.row_tokens)]
     facts, longer = described_facts(asked, config, architecture.facts.position_limit, picture)
-    lengths = DescribedLengths(
+    lengths = described_lengths(
         rows=asked.rows,
         median=asked.lengths.median,
         p95=asked.lengths.p95,

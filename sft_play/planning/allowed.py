@@ -24,9 +24,8 @@ from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import batches_of
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.timed_kernels import Verdict, kernels_path, read_verdicts, winners_of
-from sft_play.reasons.evidence import UnknownFreeMemory
+from sft_play.reasons.evidence import unknown_free_memory
 from sft_play.reasons.method import Padded
-from sft_play.reasons.reason import Reason
 from sft_play.sizing.estimate.budget import DeviceBudget
 from sft_play.sizing.estimate.corrections import corrected_estimator, records_of
 from sft_play.sizing.estimate.estimator import estimator
@@ -37,7 +36,7 @@ from sft_play.units import AUTOCAST
 from sft_play.vision.support import require_supported
 
 
-def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
+def allowed_plans(request: Request) -> tuple[list[Plan], list[str]]:
     """Every plan that the config allows, before memory is estimated, and what is known of rows and weights.
 
     Raises:
@@ -81,7 +80,7 @@ def allowed_plans(request: Request) -> tuple[list[Plan], list[Reason]]:
     drafts = with_tiles(train, drafts) if tiles else drafts
     average = int(facts.mean_tokens)
     drafts = [replace(draft, rows=replace(draft.rows, sequence_tokens=average)) for draft in drafts]
-    return _with_timed_kernels(request, drafts), [*packed, *([padded] if padded else [])]
+    return _with_timed_kernels(request, drafts), [*packed, *([str(padded)] if padded else [])]
 
 
 def _with_timed_kernels(request: Request, drafts: list[Plan]) -> list[Plan]:
@@ -127,7 +126,7 @@ def _attention(request: Request) -> str:
     config, architecture, device = request.config, request.architecture, request.device
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
     dtype, autocast = choose_precision(config, device)
-    about = (asked, kind, capability, AUTOCAST.get(autocast.precision, dtype))
+    about = (asked, kind, capability, AUTOCAST.get(autocast, dtype))
     if config.parallel.divides_tokens and asked == "auto":  # no package exchanges heads
         about = (asked, "cpu", None, dtype)
     if kind == "cuda" and step_facts.has_attention_packages():  # depends on more than what it is asked about
@@ -182,7 +181,7 @@ def estimator_of(request: Request) -> Estimator:
         ConfigError: it is unknown how much memory is free.
     """
     if (budget := request.budget) is None:
-        raise ConfigError(str(UnknownFreeMemory(request.device.name)))
+        raise ConfigError(unknown_free_memory(request.device.name))
     records = records_of(request.architecture.text, request.device.name)
     return corrected_estimator(traced_estimator(request, budget), records)
 

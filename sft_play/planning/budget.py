@@ -9,8 +9,7 @@ from sft_play.machine.allocator import has_expandable_segments
 from sft_play.machine.gpus import Machine
 from sft_play.machine.host import asked_threads, compilers_of
 from sft_play.plan import Device
-from sft_play.reasons.evidence import Assumed, GuardKept, MemoryLimit, PredictionErrors, UnknownCapability
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.evidence import memory_limit, prediction_errors
 from sft_play.sizing.estimate.budget import (
     GPU_ERRORS,
     PUBLISHED_ERRORS,
@@ -95,21 +94,21 @@ def memory_device(
     return found if budget_bytes is None else replace(found, budget_bytes=budget_bytes)
 
 
-def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: DeviceBudget) -> list[Reason]:
+def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: DeviceBudget) -> list[str]:
     """Where the budget comes from."""
-    found: list[Reason] = []
+    found = []
     asked = config.parallel.memory_gib
     if asked != "auto":
         usable = memory_of_a_process(config, machine, processes) or 0
-        found.append(MemoryLimit(asked, usable if usable < int(asked * GIB) else None))
-    found.append(GuardKept(budget.guard.bytes, budget.guard.why))
+        found.append(memory_limit(asked, usable if usable < int(asked * GIB) else None))
+    found.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
     if budget.assumed:
-        found.append(Assumed(budget.assumed))
+        found.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
     capability, quantized = training_device(machine).compute_capability, config.tuning.mode == "qlora"
     if capability is not None:
         runs, errors = PUBLISHED_ERRORS.get((capability, quantized), (0, {}))
         if runs or capability not in GPU_ERRORS:
-            found.append(PredictionErrors(capability, quantized, runs, tuple(errors.items())))
+            found.append(prediction_errors(capability, quantized, runs, errors))
     elif machine.gpus:
-        found.append(UnknownCapability(ASSUMED_CAPABILITY))
+        found.append("compute capability unknown: kernels of {}.{} assumed".format(*ASSUMED_CAPABILITY))
     return found

@@ -16,30 +16,14 @@ from sft_play.planning.candidates.compiled import compiled_reasons
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import work_of_request
 from sft_play.planning.speed.devices import collectives_of, device_name, only_while_busy, profile_of
-from sft_play.reasons.evidence import (
-    Communication,
-    OnlyWhileBusy,
-    ProfileSource,
-    ScratchOffRule,
-    SecondsOfEarlierRun,
-)
-from sft_play.reasons.method import (
-    Decomposed,
-    LayerKernels,
-    LoraPlus,
-    Noise,
-    OptimizerStates,
-    Ranks,
-    Unproven,
-)
-from sft_play.reasons.reason import Reason
+from sft_play.reasons import evidence, method
 from sft_play.sizing.estimate.corrections import Record, reasons_of
 from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 
 
-def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[Reason]:
+def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[str]:
     """The kernel of attention, the methods, and what earlier runs have shown, of a plan with its memory.
 
     Args:
@@ -67,16 +51,16 @@ def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimat
     ]
 
 
-def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[Reason]:
+def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[str]:
     """On a CPU, that no rule describes what products take there, if none does."""
     if plan.device != "cpu":
         return []
     spec = StepSpec.of(config, plan).on_this_cpu(threads)
     worst = max((rule.worst for _, rule in spec.scratch if not rule.holds), default=None)
-    return [] if worst is None else [ScratchOffRule(spec.precision.computed_in, worst)]
+    return [] if worst is None else [evidence.scratch_off_rule(spec.precision.computed_in, worst)]
 
 
-def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[str]:
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
@@ -87,14 +71,14 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
         architecture.ask(step_facts.attention, name, plan.device, capability, plan.precision.computed_in)
     except ConfigError:  # nobody asked for it
         return []
-    return [Unproven(row.joined.label, f"model.attention={name}")]
+    return [method.unproven(row.joined.label, f"model.attention={name}")]
 
 
 def layer_kernels(
     config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
-) -> list[Reason]:
+) -> list[str]:
     """Other kernels: what they save, for which a step with ours is traced, or that a run will time them."""
-    found: list[Reason] = []
+    found = []
     for name, row in LAYERS.items() if plan.device == "cuda" else ():
         used, could = name == plan.kernels, config.train.kernels == "auto" and bool(row.packages)
         if not (used or could) or not row.runs_on(plan.device, plan.compute_capability):
@@ -103,11 +87,11 @@ def layer_kernels(
             continue
         kernels = ("own", name) if used else ()
         peaks = [estimate(config, replace(plan, kernels=each)).peak_bytes for each in kernels]
-        found.append(LayerKernels(name, modules, peaks[0] - peaks[1] if used else None))
+        found.append(method.layer_kernels(name, modules, peaks[0] - peaks[1] if used else None))
     return found
 
 
-def trained_besides(request: Request) -> list[Reason]:
+def trained_besides(request: Request) -> list[str]:
     """What is trained beside adapters."""
     tuning, tokens = request.config.tuning, len(request.config.model.new_tokens)
     modules = tuning.lora.modules_to_save if tuning.mode != "full" else ()
@@ -116,7 +100,7 @@ def trained_besides(request: Request) -> list[Reason]:
     return [found for found in request.architecture.ask(step_facts.trained_besides, tokens, modules) if found]
 
 
-def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[Reason]:
+def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[str]:
     """One for each method that is not the default, of a plan with its memory.
 
     Steps may have to be traced to count the trained elements.
@@ -126,31 +110,38 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
         states, paged = plan.memory.phase_terms["forward"]["optimizer"], None
         if optimizer.unpaged:
             paged = optimizer.moments * optimizer.bits // 8 * trained_elements() - states
-        yield OptimizerStates(optimizer.name, states, paged)
+        yield method.optimizer_states(optimizer.name, states, paged)
     if config.tuning.mode != "full" and lora.rank_pattern:
-        yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
+        yield method.ranks(lora.r, lora.rank_pattern)
     if config.tuning.mode != "full" and lora.plus_ratio:
-        yield LoraPlus(plan.schedule.learning_rate, lora.plus_ratio)
+        yield method.lora_plus(plan.schedule.learning_rate, lora.plus_ratio)
     if config.tuning.mode != "full" and lora.init != "default":
-        yield Decomposed(lora.init)
+        yield method.decomposed(lora.init)
     if config.train.neftune_noise_alpha is not None:
-        yield Noise(config.train.neftune_noise_alpha)
+        yield method.noise(config.train.neftune_noise_alpha)
 
 
-def profile_reasons(
-    machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1
-) -> list[Reason]:
+def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1) -> list[str]:
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     profile = profile_of(machine, processes)
-    found: list[Reason] = [OnlyWhileBusy(device_name(machine))] if only_while_busy(machine, processes) else []
+    busy = only_while_busy(machine, processes)
+    found = [evidence.only_while_busy(device_name(machine))] if busy else []
     if profile is None:
         return found
-    source = ProfileSource(profile.device, profile.source)
-    found = [SecondsOfEarlierRun() if origin == EARLIER else source, *found]
+    source = f"seconds from the profile of {profile.device}, {profile.source}"
+    found = [evidence.SECONDS_OF_EARLIER_RUN if origin == EARLIER else source, *found]
     if processes > 1:
         collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured
         links = links_of(machine, processes, replicas)
         slowest, faster = tuple(link.slowest for link in links), any(link.either for link in links)
-        found.append(Communication(processes, measured, slowest, not machine.what_if, faster))
+        found.append(
+            evidence.communication(
+                processes,
+                slowest,
+                measured=measured,
+                measured_later=not machine.what_if,
+                may_be_faster=faster,
+            )
+        )
     return found

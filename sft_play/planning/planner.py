@@ -23,9 +23,8 @@ from sft_play.planning.search.choice import TIE, choose_plan
 from sft_play.planning.speed.clock import plan_clock, with_range
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.measured_speed import corrected_clock, speeds_of
-from sft_play.reasons.choices import TokensDivided
-from sft_play.reasons.evidence import AssumedRows, UnknownFreeMemory, Untraceable
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.choices import tokens_divided
+from sft_play.reasons.evidence import assumed_rows, unknown_free_memory
 from sft_play.sizing.estimate.corrections import corrected_estimator, records_of
 
 BY_TOKENS = ("activations", "loss", "temporaries")  # terms of a peak that divided tokens make smaller
@@ -80,8 +79,8 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
         for plan in found
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
-    reason = TokensDivided(chosen.sharing.sequence_ranks, tuple(slower), ruled_out)
-    return replace(chosen, why=(*chosen.why, str(reason)))
+    reason = tokens_divided(chosen.sharing.sequence_ranks, slower, ruled_out)
+    return replace(chosen, why=(*chosen.why, reason))
 
 
 def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
@@ -91,10 +90,10 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
     more = [*trained_besides(request), *of_rows]
-    more += [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
+    more += [] if facts.seen else [assumed_rows(len(facts.lengths), facts.longest_row)]
     if (budget := request.budget) is None:
         plan, why = choose_plan(config, drafts, None, None)
-        found: list[Reason] = [UnknownFreeMemory(device.name)]
+        found = [unknown_free_memory(device.name)]
     else:
         machine, processes = request.machine, request.processes
         drafts, too_large = not_too_large(config, architecture, drafts, budget.budget_bytes)
@@ -116,8 +115,8 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
             found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
-            found = [Untraceable(str(error).splitlines()[0])]
-    return replace(plan, why=tuple(map(str, [*why, *draft_reasons(config, device, plan), *found, *more])))
+            found = [str(error).splitlines()[0]]
+    return replace(plan, why=(*why, *draft_reasons(config, device, plan), *found, *more))
 
 
 def _add_larger_groups(

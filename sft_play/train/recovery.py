@@ -19,7 +19,7 @@ from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.process import handling
 from sft_play.model.weights.finished import release_memory
 from sft_play.plan import Plan
-from sft_play.reasons.choices import EffectiveBatch
+from sft_play.reasons.choices import effective_batch
 from sft_play.runlog import read_json
 from sft_play.sizing.estimate.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
@@ -102,7 +102,7 @@ def continuation(job: Job) -> str:
     start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
     start = "from the last checkpoint" if by_step(job.run) else start
     recomputed = ", activations recomputed" if job.plan.activations.recomputes else ""
-    return f"continuing {start} with a smaller plan: {EffectiveBatch(job.plan)}{recomputed}"
+    return f"continuing {start} with a smaller plan: {effective_batch(job.plan)}{recomputed}"
 
 
 AGAIN_SECONDS = 1.0

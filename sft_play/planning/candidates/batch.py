@@ -9,7 +9,6 @@ from sft_play.config.train import TrainConfig
 from sft_play.data.batching import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
-from sft_play.reasons.method import LearningRate
 from sft_play.units import counted
 
 DEFAULT_EFFECTIVE_ROWS = 16
@@ -161,11 +160,11 @@ def learning_rates(train: TrainConfig, effective: int, reference: int) -> dict[s
     return {"none": rate, "sqrt": rate * ratio**0.5, "linear": rate * ratio}
 
 
-def scaled_learning_rate(train: TrainConfig, effective: int) -> LearningRate:
+def scaled_learning_rate(train: TrainConfig, effective: int) -> float:
     """The learning rate at this effective batch."""
-    given, reference, rule = train.learning_rate, train.reference_batch_size, train.lr_scaling
-    used = given if reference is None else learning_rates(train, effective, reference)[rule]
-    return LearningRate(given=given, used=used, rule=rule, reference=reference, effective=effective)
+    if (reference := train.reference_batch_size) is None:
+        return train.learning_rate
+    return learning_rates(train, effective, reference)[train.lr_scaling]
 
 
 def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int, int]:

@@ -12,8 +12,7 @@ from sft_play.model.attention.table import NAME
 from sft_play.model.layers import float8
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.drafts import choose_precision
-from sft_play.reasons.method import CompiledLayers, Unproven
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.method import NOT_COMPILED, compiled_layers, unproven
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
@@ -53,11 +52,11 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
     if not config.train.asks_compile:
         return
     dtype, autocast = choose_precision(config, device)
-    computes_in = AUTOCAST.get(autocast.precision, "float32")
+    computes_in = AUTOCAST.get(autocast, "float32")
     if config.tuning.mode != "full" and dtype != computes_in:
         raise ConfigError(
             f"train.compile=true with adapters on {dtype} weights and train.mixed_precision="
-            f"{autocast.precision} may take more memory than is predicted; set model.dtype={computes_in}, or "
+            f"{autocast} may take more memory than is predicted; set model.dtype={computes_in}, or "
             "train.compile=false"
         )
     if attention != NAME:
@@ -71,7 +70,7 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             f"{architecture.facts.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
-        _require_float8(architecture, dtype, autocast.precision)
+        _require_float8(architecture, dtype, autocast)
 
 
 def _besides_dense_layers(architecture: Architecture) -> str | None:
@@ -101,17 +100,17 @@ def _require_float8(architecture: Architecture, dtype: str, precision: str) -> N
 
 def compiled_reasons(
     config: RunConfig, plan: Plan, architecture: Architecture, pictures: RowFits
-) -> list[Reason]:
+) -> list[str]:
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
-        return [CompiledLayers("float8")]
+        return [compiled_layers("float8")]
     traced_for: Any = plan.device if StepSpec.of(config, plan).compiled else None
     if config.train.asks_compile:
-        return [CompiledLayers("on", traced_for), *_float8_off(config, plan, architecture)]
+        return [compiled_layers("on", traced_for), *_float8_off(config, plan, architecture)]
     if plan.compile:
-        return [CompiledLayers("timed", traced_for), *_float8_off(config, plan, architecture)]
+        return [compiled_layers("timed", traced_for), *_float8_off(config, plan, architecture)]
     may = may_compile(config, plan, architecture, pictures)
-    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)] if may else []
+    return [NOT_COMPILED, *_float8_off(config, plan, architecture)] if may else []
 
 
 def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictures: RowFits) -> bool:
@@ -136,7 +135,7 @@ def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictu
     )
 
 
-def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[str]:
     """That layers, which can be compiled, do not multiply in float8, on a GPU where they could."""
     precision = plan.precision
     could = (
@@ -150,4 +149,4 @@ def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> li
     if not could:
         return []
     compiles = "" if config.train.asks_compile else " with train.compile=true"
-    return [Unproven("float8", f"train.float8=true{compiles}")]
+    return [unproven("float8", f"train.float8=true{compiles}")]

@@ -14,14 +14,13 @@ from sft_play.parts import Batch, Precision, Rows, Schedule, Sharing, ways
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
 from sft_play.reasons import method
-from sft_play.reasons.reason import Reason
 from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
 LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
 
 
-def choose_precision(config: RunConfig, device: Device) -> tuple[str, method.Precision]:
+def choose_precision(config: RunConfig, device: Device) -> tuple[str, str]:
     """The dtype of the weights, and the autocast type.
 
     Raises:
@@ -37,17 +36,14 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, method.Pre
         raise ConfigError(
             "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
         )
-    if asked != "auto":
-        autocast = method.Precision(asked, "config", device.name)
-    elif device.kind == "cpu":
-        autocast = method.Precision("no", "cpu", device.name)
-    else:
-        autocast = method.Precision("bf16" if device.bf16 else "fp16", "device", device.name)
+    autocast: str = asked
+    if asked == "auto":
+        autocast = "no" if device.kind == "cpu" else "bf16" if device.bf16 else "fp16"
     chosen: str = dtype
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
     elif dtype == "auto":
-        chosen = AUTOCAST.get(autocast.precision, "float32")
+        chosen = AUTOCAST.get(autocast, "float32")
     if config.tuning.mode == "full" and chosen == "float16":
         raise ConfigError(
             "model.dtype=float16 with tuning.mode=full: small weight updates are lost in fp16; "
@@ -67,10 +63,16 @@ def leanest(drafts: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in lean if draft.activations.in_tiles] or lean
 
 
-def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
+def precision_reason(config: RunConfig, device: Device) -> str:
+    """The autocast type in words, and why; raises what `choose_precision` does."""
+    return method.precision(config.train.mixed_precision, choose_precision(config, device)[1], device)
+
+
+def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[str]:
     """What all drafts of a run share: the precision and the learning rate."""
-    rate = scaled_learning_rate(config.train, draft.batch.effective)
-    return [choose_precision(config, device)[1], rate]
+    train, effective = config.train, draft.batch.effective
+    rate = method.learning_rate(train, scaled_learning_rate(train, effective), effective)
+    return [precision_reason(config, device), rate]
 
 
 def require_possible(config: RunConfig, device: Device) -> None:
@@ -85,7 +87,7 @@ def require_possible(config: RunConfig, device: Device) -> None:
         raise ConfigError(str(error)) from None
     asked, unpaged = config.parallel.engine, OPTIMIZERS[config.train.optimizer].unpaged
     problem = engine_of(asked).problem(config) if asked != "auto" else None
-    problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
+    problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1])
     if asked != "auto" and engine_of(asked).joins_trained:
         problem = problem or _several_types(config, device)
     if problem:
@@ -101,7 +103,7 @@ def _several_types(config: RunConfig, device: Device) -> str | None:
     """Why what is trained cannot be joined; None if all of it has one type."""
     dtype, autocast = choose_precision(config, device)
     whole = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else ()
-    if not whole or dtype == "float32" or autocast.precision != "no":
+    if not whole or dtype == "float32" or autocast != "no":
         return None
     return (
         f"parallel.engine={config.parallel.engine} needs one data type for all trained weights, but without "
@@ -146,7 +148,7 @@ def draft_plans(
     kinds = Rows(max_seq_len=max_seq_len, packing=train.packing, joined=padding_free)
     dtype, autocast = choose_precision(config, device)
     splits = batch_choices(train, config.parallel.divided(world_size), max_seq_len if train.packing else None)
-    rate = scaled_learning_rate(train, splits[0].effective * unit).used
+    rate = scaled_learning_rate(train, splits[0].effective * unit)
     per_epoch, total = count_steps(train, rows, splits[0].effective)
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
     most = {split: largest(split, total) for split in splits}
@@ -158,7 +160,7 @@ def draft_plans(
             sharing=sharing,
             rows=replace(kinds, most_tokens=most[split][0], most_supervised=most[split][1]),
             activations=activations,
-            precision=Precision(autocast=autocast.precision, dtype=dtype),
+            precision=Precision(autocast=autocast, dtype=dtype),
             attention=attention,
             schedule=Schedule(learning_rate=rate, steps_per_epoch=per_epoch, total_steps=total),
             device=device.kind,
@@ -198,7 +200,7 @@ def by_offload(
 def _sharings(config: RunConfig, device: Device, world_size: int, machines: int) -> Iterator[Sharing]:
     """How processes may share the work."""
     # a CPU has no other memory than RAM, and gradients of fp16 are scaled on the GPU
-    offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
+    offload = device.kind == "cuda" and choose_precision(config, device)[1] != "fp16"
     engines = engines_for(config, world_size, offload=offload)
     several, keeps = _several_types(config, device), config.parallel.reshard_after_forward is False
     waits = config.parallel.defer_exchange is True

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.config.train import TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
-from sft_play.reasons.choices import Tiles
+from sft_play.reasons import choices
 
 MOST, FEWEST = 8, 4
 TILE_TOKENS = 1024  # at least, where nobody says how many tiles there are
@@ -64,9 +64,9 @@ def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in drafts if may_fit(draft)]
 
 
-def why_tiled(train: TrainConfig, plan: Plan) -> list[Tiles]:
+def why_tiled(train: TrainConfig, plan: Plan) -> list[str]:
     """What is said of a plan whose MLPs compute in tiles."""
     if not plan.activations.in_tiles:
         return []
     cause: Any = "config" if train.asks_tiles else "exceed"
-    return [Tiles(plan.activations.mlp_tiles, plan.mlp_tile, cause)]
+    return [choices.tiles(plan.activations.mlp_tiles, plan.mlp_tile, cause)]

@@ -7,8 +7,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import FP32
 from sft_play.engines.registry import engine_of, label_of
 from sft_play.plan import Plan
-from sft_play.reasons.choices import WeightsAlone
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.choices import ruled_out
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
 from sft_play.units import BYTES_PER_ELEMENT
@@ -16,7 +15,7 @@ from sft_play.units import BYTES_PER_ELEMENT
 
 def not_too_large(
     config: RunConfig, architecture: Architecture, drafts: Sequence[Plan], budget_bytes: int
-) -> tuple[list[Plan], list[Reason]]:
+) -> tuple[list[Plan], list[str]]:
     """The drafts that may fit a process's budget, and why the others are left out.
 
     Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
@@ -32,7 +31,7 @@ def not_too_large(
     weights = min(weight_bytes(config, architecture, each) for each in beyond)
     needs_states = weights <= budget_bytes
     size = min(held[key] for key in gone) if needs_states else weights
-    reason = WeightsAlone(", ".join(names), size, needs_states)
+    reason = ruled_out(", ".join(names), size, with_states=needs_states)
     return [draft for draft in drafts if id(draft) not in gone], [reason]
 
 

@@ -44,17 +44,7 @@ from sft_play.planning.candidates.tiles import why_tiled, worth_sizing
 from sft_play.planning.search.costs import master_weights, states_on_disk
 from sft_play.planning.search.less_sent import at_worst, with_less_sent
 from sft_play.planning.search.partly_recomputed import partly_recomputed
-from sft_play.reasons.choices import (
-    Activations,
-    Dealing,
-    EffectiveBatch,
-    EngineChoice,
-    MicroBatch,
-    Offload,
-    OtherKind,
-    Unsized,
-)
-from sft_play.reasons.reason import Reason
+from sft_play.reasons import choices
 from sft_play.report.misfit import misfit_text
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
@@ -83,7 +73,7 @@ def choose_plan(
     *,
     explain: bool = True,
     layers: int = 0,
-) -> tuple[Plan, list[Reason]]:
+) -> tuple[Plan, list[str]]:
     """The plan to run, and why.
 
     Args:
@@ -100,8 +90,7 @@ def choose_plan(
         DoesNotFitError: no draft fits; the message says by how much.
     """
     if estimate is None:
-        given = len({draft.batch.micro for draft in drafts}) == 1
-        return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
+        return drafts[0], _reasons_unsized(config, drafts)
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
     compared = at_worst(seconds_of)
@@ -253,11 +242,11 @@ def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
 
 def _reasons(
     config: RunConfig, chosen: Plan, sized: list[Plan], seconds_of: SecondsOf, layers: int
-) -> list[Reason]:
+) -> list[str]:
     fitting, seconds = _fitting(sized), seconds_of(chosen)
     return [
-        EffectiveBatch(chosen),
-        Dealing(chosen),
+        choices.effective_batch(chosen),
+        choices.rows_in_a_micro_batch(chosen),
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting, layers),
         *why_tiled(config.train, chosen),
@@ -266,54 +255,59 @@ def _reasons(
     ]
 
 
-def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> MicroBatch:
+def _reasons_unsized(config: RunConfig, drafts: list[Plan]) -> list[str]:
+    first, given = drafts[0], len({draft.batch.micro for draft in drafts}) == 1
+    return [choices.effective_batch(first), choices.unsized(given), *_why_offloaded(config, first)]
+
+
+def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> str:
     """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
-    reason = MicroBatch(size=chosen.batch.micro, timed=bool(seconds))
+    say = partial(choices.micro_batch, chosen.batch.micro, timed=bool(seconds))
     larger = [plan for plan in sized if _size(plan) > _size(chosen)]
     alike = [plan for plan in larger if _kind(plan) == _kind(chosen)]
     if fitting := _fitting(alike):
-        return replace(reason, fits=max(plan.batch.micro for plan in fitting))
+        return say(fits=max(plan.batch.micro for plan in fitting))
     if chosen.batch.accumulation == 1:
-        return replace(reason, whole_step=True)
+        return say(whole_step=True)
     if alike:
         following = min(alike, key=lambda plan: plan.batch.micro)
         ran_out = following.memory is not None and following.memory.ran_out
-        reason = replace(reason, misfit=following.batch.micro, ran_out=ran_out)
+        say = partial(say, misfit=following.batch.micro, ran_out=ran_out)
     if fitting := _fitting(larger):
         other = max(fitting, key=lambda plan: plan.batch.micro)
         policy = other.activations.policy
-        kind = OtherKind(
-            size=other.batch.micro,
+        return say(
+            other=other.batch.micro,
             engine=None if other.sharing.engine == chosen.sharing.engine else _label(other),
             activations=None if policy == chosen.activations.policy else policy,
         )
-        reason = replace(reason, other=kind)
-    return reason
+    return say()
 
 
-def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers: int) -> Activations:
+def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers: int) -> str:
     way, asked = chosen.activations, config.train.asked_activations
     if way.policy == "offload":
         cause: Any = "exceed" if asked == "auto" else "config"
         host = chosen.memory.host if chosen.memory else None
-        return Activations("offload", cause, device=chosen.device, host=host)
+        return choices.inputs_in_ram(chosen.device, cause, host)
     if asked != "auto":
-        return Activations(way.policy, "config")
+        return choices.recomputing(way.recomputes, "config")
     if way.partly_kept:
-        return Activations(way.policy, "exceed", kept=way.apart, layers=layers)
+        return choices.partly_recomputing(way.apart, layers)
     if not way.recomputes:
-        return Activations("keep", "fit")
+        return choices.recomputing(False, "fit")
     needed = all(map(_recomputing, fitting))
-    return Activations("recompute", "exceed" if needed else "faster")
+    return choices.recomputing(True, "exceed" if needed else "faster")
 
 
-def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
+def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of: SecondsOf) -> str:
     """What the engine does for this run, compared with the leanest other one that fits.
 
     What divides weights is compared with the first one, which divides least.
     """
     engine = engine_of(chosen.sharing.engine)
-    reason = EngineChoice(
+    say = partial(
+        choices.engine,
         engine=engine.label,
         principle=engine.principle,
         trades_speed=engine.trades_speed,
@@ -333,24 +327,24 @@ def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of
             and free
             and all(plan.sharing.engine == chosen.sharing.engine for plan in fitting)
         )
-        return replace(reason, alone=alone)
+        return say(alone=alone)
     other = others[0] if _divides(chosen) else min(others, key=_needed)
     more = _needed(other) - _needed(chosen)
     ours, theirs = seconds_of(chosen), seconds_of(other)
     slower = theirs / ours if ours and theirs and theirs > ours * (1 + TIE) else None
-    return replace(reason, other=_label(other), more_bytes=more, slower=slower)
+    return say(other=_label(other), more_bytes=more, slower=slower)
 
 
-def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
+def _why_offloaded(config: RunConfig, chosen: Plan) -> list[str]:
     if not chosen.sharing.offloads:
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
     host = chosen.memory.host if chosen.memory else None
-    reason = Offload(chosen.device, _label(chosen), cause, host)
+    held = "weights, gradients and optimizer states"
     if config.parallel.nvme_path:
         on_disk = engine_of(chosen.sharing.engine).weights_on_disk
-        return [replace(reason, held="gradients" if on_disk else "weights and gradients")]
-    return [reason]
+        held = "gradients" if on_disk else "weights and gradients"
+    return [choices.offload(chosen.device, _label(chosen), cause, host, held)]
 
 
 def _alternatives(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:

@@ -7,12 +7,10 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.reasons.choices import StatesOnDisk
-from sft_play.reasons.method import MasterWeights
-from sft_play.reasons.reason import Reason
+from sft_play.reasons import choices, method
 
 
-def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
+def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[str]:
     """What fp32 masters cost, or pure bf16 saves: the same plan in the other type is sized."""
     for changed_config, changed_plan in _other_dtype(config, plan):
         other = estimate(changed_config, changed_plan, complete=True)
@@ -20,9 +18,9 @@ def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
         dtype: Any = plan.precision.dtype
         assert masters and pure
         if masters.host and pure.host:
-            yield MasterWeights(dtype, masters.host.needed_bytes - pure.host.needed_bytes, "RAM")
+            yield method.master_weights(dtype, masters.host.needed_bytes - pure.host.needed_bytes, "RAM")
         else:
-            yield MasterWeights(dtype, masters.process_bytes - pure.process_bytes)
+            yield method.master_weights(dtype, masters.process_bytes - pure.process_bytes)
 
 
 def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[tuple[RunConfig, Plan]]:
@@ -37,13 +35,13 @@ def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[tuple[RunConfig, Pla
         yield config.changed({"model.dtype": dtype}), replace(plan, precision=precision)
 
 
-def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
+def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[str]:
     """What `parallel.nvme_path` saves: the same plan without it is sized."""
     folder = config.parallel.nvme_path
     if folder and plan.memory:
         kept = estimate(config.changed({"parallel.nvme_path": None}), plan, complete=True)
         files = "AdamW's states" + " and weights" * engine_of(plan.sharing.engine).weights_on_disk
-        yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
+        yield choices.states_on_disk(files, folder, _ram(kept) - _ram(plan.memory))
 
 
 def _ram(memory: Memory) -> int:

@@ -15,8 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.parts import MOST_SHARDS
 from sft_play.plan import Estimator, Plan
-from sft_play.reasons.choices import GatheredWeights
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.choices import GatheredCause, gathered_weights
 
 # Each process has the scales of all NF4 weights: absmax of 64 in a byte, and fp32 for 256 of these, beside
 # half a byte for each element.
@@ -53,7 +52,7 @@ def with_less_sent(
     least_of: SecondsOf,
     *,
     by: float,
-) -> tuple[Plan, list[Reason]]:
+) -> tuple[Plan, list[str]]:
     """The fastest plan in the fastest of these ways that fits, and why its weights stay gathered or do not.
 
     Args:
@@ -127,14 +126,15 @@ def _in_the_fastest_way(
     least_of: SecondsOf,
     *,
     by: float,
-) -> tuple[Plan, list[Reason]]:
+) -> tuple[Plan, list[str]]:
     """As `with_less_sent`, of one plan."""
     engine, asked = engine_of(plan.sharing.engine), config.parallel.reshard_after_forward
     freed = [plan.sharing.reshard_after_forward]
-    why = GatheredWeights("freed" if plan.sharing.reshard_after_forward else "kept")
+    cause: GatheredCause = "freed" if plan.sharing.reshard_after_forward else "kept"
+    share = 0.0
     if engine.can_keep_gathered and asked == "auto":
-        why = _gain(config, plan, seconds_of, by)
-        freed = [False, True] if why.cause == "faster" else [True]
+        cause, share = _gain(config, plan, seconds_of, by)
+        freed = [False, True] if cause == "faster" else [True]
     ways = [_sending(plan, frees, wait) for frees, wait in product(freed, _waits(config, plan))]
     seconds = seconds_of(plan) or inf
     ways = [way for way in ways if way == plan or (least_of(way) or 0.0) <= seconds]
@@ -145,19 +145,19 @@ def _in_the_fastest_way(
         if memory.fits:
             plan = replace(way, memory=memory)
             break
-    if why.cause == "faster" and plan.sharing.reshard_after_forward:
-        why = GatheredWeights("exceed")
-    return plan, [why] if engine.can_keep_gathered else []
+    if cause == "faster" and plan.sharing.reshard_after_forward:
+        cause = "exceed"
+    return plan, [gathered_weights(cause, share)] if engine.can_keep_gathered else []
 
 
-def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:
-    """What it would gain to keep weights gathered: "faster", if it does not exceed the budget."""
+def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> tuple[GatheredCause, float]:
+    """What it would gain to keep weights gathered, and which share of a step: if it is within the budget."""
     if _exceeds(config, plan):
-        return GatheredWeights("exceed")
+        return "exceed", 0.0
     freed, kept = seconds_of(plan), seconds_of(_sending(plan, False, plan.sharing.defers_exchange))
     if freed is None or kept is None:
-        return GatheredWeights("unknown")
-    return GatheredWeights("faster", 1 - kept / freed) if kept < by * freed else GatheredWeights("tie")
+        return "unknown", 0.0
+    return ("faster", 1 - kept / freed) if kept < by * freed else ("tie", 0.0)
 
 
 def _exceeds(config: RunConfig, plan: Plan) -> bool:

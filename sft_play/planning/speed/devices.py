@@ -150,7 +150,7 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
     """
     dtype, autocast = choose_precision(config, training_device(machine))
     try:
-        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast.precision == "bf16")
+        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast == "bf16")
     except LaunchError as error:
         warn(str(error))
 

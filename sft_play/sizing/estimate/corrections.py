@@ -12,8 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
 from sft_play.parts import flat
 from sft_play.plan import EARLIER, Estimator, Memory, Plan
-from sft_play.reasons.evidence import Corrected, RanOutBefore
-from sft_play.reasons.reason import Reason
+from sft_play.reasons.evidence import ran_out_before
 from sft_play.sizing.step import step_code
 from sft_play.units import KIB
 
@@ -275,17 +274,17 @@ def corrected_estimator(estimate: Estimator, record_of: RecordOf) -> Estimator:
     return estimate_corrected
 
 
-def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[Reason]:
+def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[str]:
     """What earlier runs make of a plan with this memory."""
-    ratio, found = record.ratios.get(memory.peak_phase, 1.0), list[Reason]()
+    ratio, found = record.ratios.get(memory.peak_phase, 1.0), list[str]()
     if ratio != 1:
-        found.append(Corrected(ratio))
+        found.append(f"corrected by an earlier probe of such a step: memory beyond the weights x {ratio:.3f}")
     if record.ran_out is not None:
         tokens = record.ran_out.micro_batch_tokens
         if memory.ran_out:
-            found.append(RanOutBefore(tokens, "again"))
+            found.append(ran_out_before(tokens, "again"))
         elif plan.rows.most_tokens >= tokens:
-            found.append(RanOutBefore(tokens, "more_free"))
+            found.append(ran_out_before(tokens, "more_free"))
         else:
-            found.append(RanOutBefore(tokens, "smaller"))
+            found.append(ran_out_before(tokens, "smaller"))
     return found

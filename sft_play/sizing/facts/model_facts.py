@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.choices.kernels import LAYERS
 from sft_play.errors import ConfigError
-from sft_play.reasons.method import FourBitBase, Padded
+from sft_play.reasons.method import Padded, four_bit_base
 from sft_play.units import format_bytes
 from sft_play.vision.looks import Look, look_of, seeing_parts
 
@@ -73,7 +73,7 @@ class ModuleFacts:
         return padded / sum(self.rows.values())
 
 
-def require_packable(facts: ModelFacts, modules: ModuleFacts) -> FourBitBase:
+def require_packable(facts: ModelFacts, modules: ModuleFacts) -> str:
     """How much of the base is 4-bit under QLoRA.
 
     Raises:
@@ -92,7 +92,7 @@ def require_packable(facts: ModelFacts, modules: ModuleFacts) -> FourBitBase:
             f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(modules.bytes(0))}; "
             "set tuning.mode=lora, or use QLoRA with a model without experts"
         )
-    return FourBitBase(modules.packed / modules.weights, modules.four_bit_bytes, modules.bytes(0))
+    return four_bit_base(modules.packed / modules.weights, modules.four_bit_bytes, modules.bytes(0))
 
 
 def model_facts(config: "PretrainedConfig") -> ModelFacts:

@@ -10,7 +10,7 @@ from sft_play.choices import optimizers
 from sft_play.choices.kernels import Capability
 from sft_play.config.schema import LoraSettings
 from sft_play.model.attention.table import ATTENTIONS
-from sft_play.reasons.method import AttentionKernel, NewTokens, TrainedWhole
+from sft_play.reasons import method
 from sft_play.sizing.step import StepSpec
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def has_attention_packages() -> bool:
     return any(find_spec(name) for row in ATTENTIONS.values() for name in row.modules)
 
 
-def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
+def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> str | None:
     """As in `sizing.kernels.attention`."""
     from sft_play.sizing.kernels.attention import attention_kernel
 
@@ -77,7 +77,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
 
 def trained_besides(
     config: "PretrainedConfig", tokens: int, names: tuple[str, ...]
-) -> tuple[NewTokens | None, TrainedWhole | None]:
+) -> tuple[str | None, str | None]:
     """The rows of so many new tokens, and the modules that an adapter's modules_to_save names.
 
     Raises:
@@ -91,9 +91,9 @@ def trained_besides(
     if tokens:
         outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         parameters = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
-        rows = NewTokens(tokens, parameters, tied=outer[0] is outer[1])
+        rows = method.new_tokens(tokens, parameters, tied=outer[0] is outer[1])
     if names:
         modules = modules_to_save(model, names)
         weights = {id(p): p.numel() for name in modules for p in model.get_submodule(name).parameters()}
-        whole = TrainedWhole(sum(weights.values()), len(modules), tuple(names))
+        whole = method.trained_whole(sum(weights.values()), len(modules), names)
     return rows, whole

@@ -17,7 +17,6 @@ from sft_play.model.attention.choice import attention_dropout, has_sinks
 from sft_play.model.attention.table import ATTENTIONS, EFFICIENT, JOINED, NAME, Call, Kernel, fused_kernel
 from sft_play.model.attention.varlen import type_name
 from sft_play.model.layers.stand_in import counted
-from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.recording.operations import nbytes
 from sft_play.sizing.step import StepSpec
 from sft_play.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
@@ -203,16 +202,15 @@ def _heads_of(config: "PretrainedConfig", spec: StepSpec) -> tuple[Capability, s
     return spec.compute_capability, spec.precision.computed_in, head_dim
 
 
-def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
+def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> str | None:
     """The kernel of attention that a GPU runs, for the plan; None for a CPU, and for masks."""
     row = ATTENTIONS[spec.attention]
     if spec.device == "cpu" or not row.boundaries:
         return None
     one_call = row.is_package or takes_one_call(config, spec)
     kernel = row.joined if one_call else fused_kernel(*_heads_of(config, spec), masked=False) or EFFICIENT
-    if not spec.joined:
-        return AttentionKernel(kernel.label, "padded")
-    return AttentionKernel(kernel.label, "one" if one_call else "each_row")
+    calls = "one call for all rows of a micro-batch" if one_call else "a call for each row"
+    return f"attention: {kernel.label}, {calls if spec.joined else 'rows are padded'}"
 
 
 def traced_capability(

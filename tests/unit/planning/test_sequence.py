@@ -13,7 +13,7 @@ from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.planning.speed.clock import sent_bytes, sequence_messages
-from sft_play.reasons.choices import EffectiveBatch
+from sft_play.reasons.choices import effective_batch
 from sft_play.sizing.estimate.estimator import shared_traces
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
@@ -90,7 +90,7 @@ def test_the_effective_batch_stays_and_a_group_counts_once():
     assert divided.sharing.sequence_ranks == 3 and divided.sharing.data_ranks == 2
     same = plan_with(divided, world_size=2, sequence_ranks=1)
     assert whole == same  # rows, micro-batches, steps and rate
-    assert str(EffectiveBatch(divided)) == (
+    assert effective_batch(divided) == (
         "effective batch 8 sequences = micro-batch 2 x accumulation 2 x 2 groups of 3 processes"
     )
 

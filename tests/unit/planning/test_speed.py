@@ -1,6 +1,7 @@
 """Which profile a device has: measured once, then from the cache; shipped; else from the data sheet."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from sft_play.plan import EARLIER
 from sft_play.planning.explain import profile_reasons
 from sft_play.planning.speed import devices, measurement
 from sft_play.planning.speed.profile import Curve, derived_from_data_sheet
-from sft_play.reasons.evidence import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
+from sft_play.reasons.evidence import SECONDS_OF_EARLIER_RUN, communication, only_while_busy
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
@@ -58,18 +59,19 @@ def test_what_was_measured_on_a_busy_machine_counts_in_no_plan_and_is_measured_a
     shares, percent = iter([0.4, 0.0]), 60.0
     monkeypatch.setattr(measurement, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
-    assumed, busy = devices.derived_profile(CPU, 1), OnlyWhileBusy("Some CPU @ 2 GHz")
+    assumed, busy = devices.derived_profile(CPU, 1), only_while_busy("Some CPU @ 2 GHz")
+    profile = "seconds from the profile of Some CPU @ 2 GHz, "
     for _ in range(2):  # the second time it is still busy
         assert devices.saved_profile(CPU, 1).busy == 0.4
         assert devices.profile_of(CPU, 1) == assumed
         assert devices.profile_of(CPU, 2) == devices.derived_profile(CPU, 2)  # nor is it shared by processes
-        assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "assumed, not measured"), busy]
-        assert profile_reasons(CPU, 1, EARLIER) == [SecondsOfEarlierRun(), busy]
+        assert profile_reasons(CPU, 1) == [f"{profile}assumed, not measured", busy]
+        assert profile_reasons(CPU, 1, EARLIER) == [SECONDS_OF_EARLIER_RUN, busy]
         assert busy in profile_reasons(CPU, 2)
     percent = 2.0
     assert devices.saved_profile(CPU, 1).busy == 0.0
     assert devices.profile_of(CPU, 1) == devices.read_profile("Some CPU @ 2 GHz", 2) != assumed
-    assert profile_reasons(CPU, 1) == [ProfileSource(busy.device, "measured")]
+    assert profile_reasons(CPU, 1) == [f"{profile}measured"]
     assert busy not in profile_reasons(CPU, 2)
 
 
@@ -78,7 +80,7 @@ def test_a_gpu_of_unknown_speed_that_was_measured_while_busy_has_no_seconds_and_
     name = devices.device_name(unknown)
     devices.write_profile(name, None, replace(made(name), busy=0.4))
     assert devices.profile_of(unknown, 1) is None
-    assert profile_reasons(unknown, 1) == [OnlyWhileBusy(name)]
+    assert profile_reasons(unknown, 1) == [only_while_busy(name)]
 
 
 def test_a_program_beside_the_measurement_is_noticed():
@@ -205,11 +207,11 @@ def test_damaged_measurements_are_none(text):
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
     alone, pair = profile_reasons(CPU, 1), profile_reasons(CPU, 2)
     assert len(alone) == 1
-    assert pair[1] == Communication(2, measured=False, links=(), measured_later=True)
+    assert pair[1] == communication(2, (), measured=False, measured_later=True)
     devices.write_collectives(devices.device_name(CPU), 2, measured(0.2))
-    assert profile_reasons(CPU, 2)[1].measured
+    assert profile_reasons(CPU, 2)[1] == "communication: as measured between 2 processes here"
     sheet = profile_reasons(what_if("H100 80GB", 8), 8)[1]
-    assert sheet.links[0] > 1e9 and not sheet.measured and not sheet.measured_later
+    assert re.fullmatch(r"communication: derived from the data sheet \(.* GB/s .*\), not measured", sheet)
 
 
 def test_this_cpu_is_measured(monkeypatch):

@@ -13,7 +13,6 @@ from sft_play.planning.allowed import allowed_plans, estimator_of, leanest_memor
 from sft_play.planning.candidates.drafts import leanest
 from sft_play.planning.candidates.weights_alone import held_bytes, not_too_large
 from sft_play.planning.request import Request
-from sft_play.reasons.choices import WeightsAlone
 from sft_play.sizing.facts.architecture import Architecture
 from tests.unit.planning.test_planner import FACTS
 
@@ -72,10 +71,7 @@ def test_those_that_hold_least_stay_whatever_the_budget():
     assert len({(plan.sharing.engine, plan.sharing.replicas) for plan in every}) == 4
     kept, why = not_too_large(run("full"), MODEL, every, 0)
     assert {(plan.sharing.engine, plan.sharing.replicas) for plan in kept} == {("fsdp2", 1)}
-    assert [type(reason) for reason in why] == [WeightsAlone]
-    assert re.fullmatch(
-        "DDP, ZeRO-2, FSDP2 hybrid ruled out: the weights alone need at least .*", str(why[0])
-    )
+    assert re.fullmatch("DDP, ZeRO-2, FSDP2 hybrid ruled out: the weights alone need at least .*", *why)
     asked = drafts(run("full", "ddp"))
     assert not_too_large(run("full", "ddp"), MODEL, asked, 0) == (asked, [])
 
@@ -85,5 +81,5 @@ def test_weights_that_have_room_without_gradients_and_states_are_no_reason_to_tr
     of_ddp = next(held_bytes(run("full"), MODEL, plan) for plan in every if plan.sharing.engine == "ddp")
     kept, why = not_too_large(run("full"), MODEL, every, of_ddp - 1)
     assert {plan.sharing.engine for plan in kept} == {"deepspeed_z2", "fsdp2"}
-    assert re.fullmatch("DDP ruled out: weights, gradients and optimizer states alone need .*", str(why[0]))
+    assert re.fullmatch("DDP ruled out: weights, gradients and optimizer states alone need .*", *why)
     assert not list(leanest_memories(replace(request(run("full")), budget_bytes=1)))

@@ -1,47 +1,17 @@
 """Each reason of a plan is one sentence, in the same words wherever it is read."""
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from inspect import isfunction
 from itertools import product
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from sft_play.plan import HostMemory, Memory
-from sft_play.reasons.choices import (
-    Activations,
-    Dealing,
-    EffectiveBatch,
-    EngineChoice,
-    MicroBatch,
-    OtherKind,
-    StatesOnDisk,
-    Tiles,
-    Unsized,
-)
-from sft_play.reasons.evidence import (
-    Communication,
-    Corrected,
-    MemoryLimit,
-    OnlyWhileBusy,
-    PredictionErrors,
-    RanOutBefore,
-    UnknownCapability,
-)
-from sft_play.reasons.method import (
-    AttentionKernel,
-    CompiledLayers,
-    FourBitBase,
-    LayerKernels,
-    LearningRate,
-    MasterWeights,
-    NewTokens,
-    OptimizerStates,
-    Padded,
-    Precision,
-    TrainedWhole,
-    Unproven,
-)
-from sft_play.reasons.reason import Reason
+from sft_play.config.train import TrainConfig
+from sft_play.plan import Device, HostMemory, Memory, Plan
+from sft_play.reasons import choices, evidence, method
 from sft_play.report.misfit import advice_text, misfit_text
 from sft_play.units import GIB, MIB
 from tests.plans import plan_with
@@ -52,228 +22,245 @@ HOST = HostMemory(
 )
 
 PLAN = make_plan()
+A100 = Device(kind="cuda", name="NVIDIA A100", bf16=True)
+SCALED = TrainConfig(learning_rate=2e-4, lr_scaling="linear", reference_batch_size=8)
 ZERO = dict(engine="ZeRO-2", principle="partitions optimizer states", trades_speed=True, world_size=4)
 DDP = dict(engine="DDP", principle="each process holds the whole model", trades_speed=False, world_size=2)
-MICRO = MicroBatch(size=2, timed=True)
+MICRO = partial(choices.micro_batch, 2, timed=True)
 LATER = "; the first run of 2 processes measures it"
 SENTENCES = [
-    (MICRO, "micro-batch 2: the largest that the config allows"),
-    (replace(MICRO, fits=32), "micro-batch 2: up to 32 would fit, which is predicted to be slower"),
-    (replace(MICRO, fits=32, timed=False), "micro-batch 2: up to 32 would fit, which is not faster"),
-    (replace(MICRO, whole_step=True), "micro-batch 2: all rows of a step at once"),
+    (MICRO(), "micro-batch 2: the largest that the config allows"),
+    (MICRO(fits=32), "micro-batch 2: up to 32 would fit, which is predicted to be slower"),
+    (MICRO(fits=32, timed=False), "micro-batch 2: up to 32 would fit, which is not faster"),
+    (MICRO(whole_step=True), "micro-batch 2: all rows of a step at once"),
     (
-        replace(MICRO, misfit=4, other=OtherKind(size=8, activations="recompute")),
+        MICRO(misfit=4, other=8, activations="recompute"),
         "micro-batch 2: 4 would not fit; with activations recomputed, up to 8 would, which is predicted to be "
         "slower",
     ),
     (
-        replace(MICRO, misfit=4, ran_out=True, other=OtherKind(size=8, engine="ZeRO-2", activations="keep")),
+        MICRO(misfit=4, ran_out=True, other=8, engine="ZeRO-2", activations="keep"),
         "micro-batch 2: 4 would not fit, as an earlier run has shown; with ZeRO-2 and with activations kept, "
         "up to 8 would, which is predicted to be slower",
     ),
     (
-        Activations("recompute", "exceed"),
+        choices.recomputing(True, "exceed"),
         "gradient checkpointing on: stored activations would exceed the budget",
     ),
-    (Activations("keep", "config"), "gradient checkpointing off, as set in the config"),
+    (choices.recomputing(False, "config"), "gradient checkpointing off, as set in the config"),
     (
-        Activations("offload", "config", device="cpu"),
+        choices.inputs_in_ram("cpu", "config"),
         "train.activations=offload: layers are recomputed from their inputs; a CPU has no other memory, so this "
         "saves no more than recompute",
     ),
     (
-        Activations("offload", "exceed", host=HOST),
+        choices.inputs_in_ram("cuda", "exceed", HOST),
         "gradient checkpointing on, with layer inputs in RAM (6.00 GiB of 40.00 GiB available; 1.00 GiB of it "
         "assumed for each of 2 processes), since nothing else fits: the time to copy them there and back has "
         "not been measured on a GPU",
     ),
     (
-        Activations("recompute", "exceed", kept=12, layers=32),
+        choices.partly_recomputing(12, 32),
         "gradient checkpointing in 20 of 32 layers: stored activations of more than the last 12 would exceed the "
         "budget",
     ),
     (
-        Tiles(16, 16_512, "exceed"),
+        choices.tiles(16, 16_512, "exceed"),
         "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: one tile of intermediates is held at a time, "
         "and recomputed in the backward pass",
     ),
-    (EngineChoice(**DDP), "DDP over 2 processes"),
+    (choices.engine(**DDP), "DDP over 2 processes"),
     (
-        EngineChoice(**DDP, other="ZeRO-2", more_bytes=-GIB),
+        choices.engine(**DDP, other="ZeRO-2", more_bytes=-GIB),
         "DDP over 2 processes: each process holds the whole model; ZeRO-2 would save 1.00 GiB",
     ),
     (
-        EngineChoice(**DDP, other="ZeRO-2", more_bytes=MIB),
+        choices.engine(**DDP, other="ZeRO-2", more_bytes=MIB),
         "DDP over 2 processes: each process holds the whole model; ZeRO-2 would need 1.00 MiB more",
     ),
     (
-        EngineChoice(**ZERO, other="DDP", more_bytes=GIB),
+        choices.engine(**ZERO, other="DDP", more_bytes=GIB),
         "ZeRO-2 over 4 processes: partitions optimizer states, which saves 1.00 GiB over DDP",
     ),
-    (Unsized(given=True), "micro-batch as set in the config"),
-    (Precision("bf16", "device", "NVIDIA A100"), "bf16 autocast, which NVIDIA A100 supports"),
+    (choices.unsized(given=True), "micro-batch as set in the config"),
+    (method.precision("auto", "bf16", A100), "bf16 autocast, which NVIDIA A100 supports"),
     (
-        MasterWeights("float32", GIB),
+        method.master_weights("float32", GIB),
         "fp32 master weights: pure bf16 (model.dtype=bfloat16) would save 1.00 GiB of memory, but lose updates "
         "below 1/512 of a weight",
     ),
     (
-        MasterWeights("bfloat16", GIB, "RAM"),
+        method.master_weights("bfloat16", GIB, "RAM"),
         "pure bf16 (model.dtype=bfloat16): saves 1.00 GiB of RAM over fp32 master weights, but loses updates "
         "below 1/512 of a weight",
     ),
-    (LearningRate(given=2e-4, used=2e-4, effective=16), "learning rate 0.0002 as given, not scaled"),
     (
-        LearningRate(given=2e-4, used=4e-4, rule="linear", reference=8, effective=16),
+        method.learning_rate(TrainConfig(learning_rate=2e-4), 2e-4, 16),
+        "learning rate 0.0002 as given, not scaled",
+    ),
+    (
+        method.learning_rate(SCALED, 4e-4, 16),
         "learning rate 0.0002 x 2 = 0.0004: linear scaling from batch 8 to 16",
     ),
     (
-        MemoryLimit(20, 16 * GIB),
+        evidence.memory_limit(20, 16 * GIB),
         "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free",
     ),
     (
-        StatesOnDisk("AdamW's states and frozen weights", "/fast", GIB),
+        choices.states_on_disk("AdamW's states and frozen weights", "/fast", GIB),
         "AdamW's states and frozen weights in files in /fast, which saves 1.00 GiB of RAM; the predicted "
         "seconds do not include reading and writing them in each step",
     ),
-    (UnknownCapability((8, 0)), "compute capability unknown: kernels of 8.0 assumed"),
     (
-        PredictionErrors((8, 9), False, 1, (("allocated", (-0.0004, -0.0004)), ("reserved", (0.0, 0.05)))),
+        evidence.prediction_errors(
+            (8, 9), False, 1, {"allocated": (-0.0004, -0.0004), "reserved": (0.0, 0.05)}
+        ),
         "prediction errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "
         "allocated -0.04%, reserved +0.00% to +5.00%",
     ),
-    (Communication(2, True, (), True), "communication: as measured between 2 processes here"),
     (
-        Communication(2, False, (), True),
+        evidence.communication(2, (), measured=True, measured_later=True),
+        "communication: as measured between 2 processes here",
+    ),
+    (
+        evidence.communication(2, (), measured=False, measured_later=True),
         f"communication: not counted, since the link between processes is unknown{LATER}",
     ),
     (
-        Communication(8, False, (9e11,), False),
+        evidence.communication(8, (9e11,), measured=False, measured_later=False),
         "communication: derived from the data sheet (900 GB/s between devices), not measured",
     ),
     (
-        Communication(16, False, (9e11, 5e10), False),
+        evidence.communication(16, (9e11, 5e10), measured=False, measured_later=False),
         "communication: derived from the data sheet (900 GB/s inside a machine, 50 GB/s between machines), "
         "not measured",
     ),
-    (OptimizerStates("lion", MIB), "lion: 1.00 MiB of optimizer states in each process"),
+    (method.optimizer_states("lion", MIB, None), "lion: 1.00 MiB of optimizer states in each process"),
     (
-        OptimizerStates("paged_lion_32bit", MIB, 0),
+        method.optimizer_states("paged_lion_32bit", MIB, 0),
         "paged_lion_32bit: 1.00 MiB of optimizer states, none of them paged: only those of large weights are",
     ),
-    (Corrected(1.1), "corrected by an earlier probe of such a step: memory beyond the weights x 1.100"),
     (
-        OnlyWhileBusy("EPYC"),
+        evidence.only_while_busy("EPYC"),
         "EPYC was busy when measured: the result is not used, and it is measured again once idle",
     ),
     (
-        RanOutBefore(800, "more_free"),
+        evidence.ran_out_before(800, "more_free"),
         "in an earlier run of this kind, memory ran out with 800 tokens in a micro-batch, when less of it was "
         "free",
     ),
     (
-        FourBitBase(0.82, MIB, 3 * MIB),
+        method.four_bit_base(0.82, MIB, 3 * MIB),
         "82% of the weights of the base are 4-bit (1.00 MiB in all, 3.00 MiB in 16 bit)",
     ),
-    (Padded("attention", "eager"), "rows are padded: eager attention does not support row boundaries"),
-    (Padded("config"), "rows are padded because train.padding_free=false"),
+    (method.Padded("attention", "eager"), "rows are padded: eager attention does not support row boundaries"),
+    (method.Padded("config"), "rows are padded because train.padding_free=false"),
     (
-        NewTokens(2, 1024, tied=False),
+        method.new_tokens(2, 1024, tied=False),
         "2 new tokens: 1,024 parameters of the embedding and output head are trained for them",
     ),
     (
-        TrainedWhole(100, 1, ("lm_head",)),
+        method.trained_whole(100, 1, ("lm_head",)),
         "100 parameters of 1 module are trained in full (tuning.lora.modules_to_save: lm_head)",
     ),
     (
-        AttentionKernel("FlashAttention 3", "one"),
-        "attention: FlashAttention 3, one call for all rows of a micro-batch",
-    ),
-    (
-        Unproven("FlashAttention 3", "model.attention=flash_attention_3"),
+        method.unproven("FlashAttention 3", "model.attention=flash_attention_3"),
         "FlashAttention 3 is off, not yet benchmarked on a GPU; model.attention=flash_attention_3 turns it on",
     ),
     (
-        LayerKernels("liger", 97, None),
+        method.layer_kernels("liger", 97, None),
         "Liger's kernels are off until a run has timed them on this GPU (not with FSDP2 or ZeRO-3), or with train.kernels=liger",
     ),
     (
-        CompiledLayers("off"),
+        method.NOT_COMPILED,
         "layers are not compiled: that takes a minute or more, which a run tries where it is under 2% of its time and gain more than it takes; train.compile=true always compiles",
     ),
     (
-        CompiledLayers("timed"),
+        method.compiled_layers("timed"),
         "layers are compiled, since steps timed on this device were faster; memory is predicted for layers that "
         "are not, seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
     (
-        CompiledLayers("on"),
+        method.compiled_layers("on"),
         "layers are compiled, as set in the config; memory is predicted for layers that are not, seconds on a "
         "GPU with element-wise operations fused; the first step takes longer",
     ),
     (
-        CompiledLayers("on", "cpu"),
+        method.compiled_layers("on", "cpu"),
         "layers are compiled, as set in the config; memory is that of the code which the compiler generates, unless a "
         "warning says otherwise, seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
     (
-        CompiledLayers("on", "cuda"),
+        method.compiled_layers("on", "cuda"),
         "layers are compiled, as set in the config; memory is about that of the code which the compiler generates, "
         "unless a warning says otherwise (not compared with a run on a GPU yet; the plan fits without compiling too), "
         "seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
     (
-        CompiledLayers("float8"),
+        method.compiled_layers("float8"),
         "layers are compiled and multiply in float8, as set in the config; memory is predicted for layers that "
         "do neither, seconds on a GPU with element-wise operations fused; the first step takes longer",
     ),
 ]
 
 
-@pytest.mark.parametrize(("reason", "expected"), SENTENCES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("reason", "expected"), SENTENCES)
 def test_a_reason_is_one_sentence(reason, expected):
     assert str(reason) == expected
 
 
 def test_the_batch_is_an_equation_and_says_how_rows_lie():
     plan = plan_with(PLAN, padding_free=False, micro_batch_tokens=1234)
-    equation = str(EffectiveBatch(plan))
+    equation = choices.effective_batch(plan)
     assert equation.startswith(f"effective batch {plan.batch.effective} sequences = micro-batch ")
     assert equation.endswith(
         f" x {plan.sharing.world_size} process{'es' if plan.sharing.world_size > 1 else ''}"
     )
-    assert str(Dealing(plan)) == (
+    assert choices.rows_in_a_micro_batch(plan) == (
         "at most 1,234 tokens in a micro-batch: rows of similar length, padded to the longest"
     )
 
 
+WHOLE = {Plan: PLAN, Device: A100, TrainConfig: SCALED}
+
+
 def example(hint):
-    """A value of a field; of one that takes a few words, the first."""
+    """A value of an argument; of one that takes a few words, the first."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return parts[0]
     if type(None) in parts:
         return None
     if get_origin(hint) is tuple:
-        return tuple(example(part) for part in parts if part is not Ellipsis)
-    return {int: 2, float: 0.5, bool: True, str: "x"}[hint]
+        return tuple(example(part) for part in parts)
+    if get_origin(hint) is Mapping:
+        return {example(parts[0]): example(parts[1])}
+    if parts:  # a list or a sequence
+        return (example(parts[0]),)
+    return {int: 2, float: 0.5, bool: True, str: "x", **WHOLE}[hint]
 
 
-KINDS = set(Reason.__subclasses__()) - {Dealing, EffectiveBatch}  # which take a whole plan, and are above
+REASONS = [
+    function
+    for module in (choices, evidence, method)
+    for name, function in vars(module).items()
+    if isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    if get_type_hints(function)["return"] is str
+]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS, key=lambda kind: kind.__name__))
-def test_every_kind_of_reason_has_words_for_all_that_it_may_be(kind):
-    hints = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.__name__)
+def test_every_reason_has_words_for_all_that_it_may_say(reason):
+    hints = {name: hint for name, hint in get_type_hints(reason).items() if name != "return"}
     facts = {name: example(hint) for name, hint in hints.items()}
-    chooses = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    for chosen in product(*chooses.values()):
-        said = str(kind(**facts | dict(zip(chooses, chosen, strict=True))))
+    words = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    for chosen in product(*words.values()):
+        said = reason(**facts | dict(zip(words, chosen, strict=True)))
         assert said and "{" not in said and not said.endswith(".")
 
 
-def test_kinds_of_all_files_are_known():
-    assert len(KINDS) > 40
+def test_the_reasons_of_all_files_are_known():
+    assert len(REASONS) > 30
 
 
 MEMORY = Memory(

@@ -17,7 +17,6 @@ from sft_play.machine.catalogue import SPECS_FILE, find_specs
 from sft_play.model.attention import table
 from sft_play.model.attention.table import EFFICIENT, FLASH, fused_kernel, same_kernels
 from sft_play.model.attention.varlen import type_name
-from sft_play.reasons.method import AttentionKernel
 from sft_play.sizing.kernels.attention import (
     FusedAttention,
     _call_of,
@@ -254,16 +253,20 @@ def test_version_3_sums_the_gradients_of_grouped_keys_in_fp32():
 @pytest.mark.parametrize(
     ("capability", "changes", "kernel"),
     [
-        (A100, {}, AttentionKernel(FLASH.label, "one")),
-        (A100, dict(batch=PaddedRows(2, 64)), AttentionKernel(FLASH.label, "padded")),
-        (A100, dict(dtype="float32", mixed_precision="no"), AttentionKernel(EFFICIENT.label, "each_row")),
-        (T4, dict(dtype="float16", mixed_precision="fp16"), AttentionKernel(EFFICIENT.label, "each_row")),
-        (H100, dict(attention="flash_attention_3"), AttentionKernel("FlashAttention 3", "one")),
+        (A100, {}, f"{FLASH.label}, one call for all rows of a micro-batch"),
+        (A100, dict(batch=PaddedRows(2, 64)), f"{FLASH.label}, rows are padded"),
+        (A100, dict(dtype="float32", mixed_precision="no"), f"{EFFICIENT.label}, a call for each row"),
+        (T4, dict(dtype="float16", mixed_precision="fp16"), f"{EFFICIENT.label}, a call for each row"),
+        (
+            H100,
+            dict(attention="flash_attention_3"),
+            "FlashAttention 3, one call for all rows of a micro-batch",
+        ),
     ],
 )
 def test_the_plan_says_which_kernel_runs(capability, changes, kernel):
     config = small_config("llama", WIDE)
-    assert attention_kernel(config, joined_spec(capability, **changes)) == kernel
+    assert attention_kernel(config, joined_spec(capability, **changes)) == f"attention: {kernel}"
     assert attention_kernel(config, replace(joined_spec(capability), device="cpu")) is None
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
-from sft_play.reasons.evidence import Corrected, RanOutBefore
+from sft_play.reasons.evidence import ran_out_before
 from sft_play.sizing import step
 from sft_play.sizing.estimate import corrections
 from sft_play.sizing.estimate.corrections import (
@@ -184,7 +184,9 @@ def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out
 def test_only_a_correction_of_the_peak_is_talked_about():
     assert reasons_of(Record(), PLAN, MEMORY) == []
     assert reasons_of(Record({"forward": 1.1}), PLAN, MEMORY) == []  # the peak is in the backward pass
-    assert reasons_of(Record({"backward": 1.1}), PLAN, MEMORY) == [Corrected(1.1)]
+    assert reasons_of(Record({"backward": 1.1}), PLAN, MEMORY) == [
+        "corrected by an earlier probe of such a step: memory beyond the weights x 1.100"
+    ]
 
 
 def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_driver_and_whether_there_is_a_communicator():
@@ -245,7 +247,7 @@ def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_ba
 )
 def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, outcome):
     record = Record(ran_out=RanOut(800, 1000))
-    assert reasons_of(record, of_tokens(tokens), memory) == [RanOutBefore(800, outcome)]
+    assert reasons_of(record, of_tokens(tokens), memory) == [ran_out_before(800, outcome)]
     assert reasons_of(Record(), of_tokens(tokens), memory) == []
 
 

@@ -7,6 +7,7 @@ from sft_play.errors import ConfigError
 from sft_play.model.architecture.families import FAMILIES, Family
 from sft_play.model.architecture.shape import empty_model
 from sft_play.sizing.facts.model_facts import model_facts, module_facts, require_packable
+from sft_play.units import format_bytes
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -28,8 +29,11 @@ def test_weights_are_counted_by_how_they_are_kept():
 
 
 def test_the_plan_says_how_much_of_the_base_is_4_bit():
-    found = packable(LlamaConfig(**SIZES))
-    assert found.share == pytest.approx(0.82, abs=0.005) and found.bytes < 0.5 * found.sixteen_bit_bytes
+    modules = module_facts(LlamaConfig(**SIZES))
+    sizes = f"{format_bytes(modules.four_bit_bytes)} in all, {format_bytes(modules.bytes(0))} in 16 bit"
+    said = packable(LlamaConfig(**SIZES))
+    assert said == f"82% of the weights of the base are 4-bit ({sizes})"
+    assert modules.four_bit_bytes < 0.5 * modules.bytes(0)
 
 
 def test_qlora_of_fused_experts_is_refused_with_the_numbers():
