@@ -127,8 +127,7 @@ def make(target: str, /, **settings: object) -> str:
 def var(**settings: object) -> str:
     """Variables of make as they are typed, or the flags and overrides that they are without it.
 
-    Args:
-        settings: name -> value, which is quoted already; the overrides of ARGS are not. None: only the name.
+    The values are quoted already; the overrides of ARGS are not. None: only the name.
     """
     return " ".join(_setting(*each) for each in settings.items())
 

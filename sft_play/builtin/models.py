@@ -178,8 +178,7 @@ def make_demo_model(
 ) -> dict[str, float]:
     """Pretrains the demo's base model on `pages` and saves it; the tokenizer is also trained on `letters`.
 
-    Returns:
-        Parameters, loss (last step, nats per token) and seconds.
+    It returns parameters, loss (last step, nats per token) and seconds.
     """
     began = time.perf_counter()
     tokenizer = byte_level_tokenizer([*pages, *letters], DEMO_VOCABULARY, DEMO_POSITIONS)

@@ -54,10 +54,8 @@ from sft_play.vision.described import NO_PICTURE, described_picture, processor_s
 def plan_command(args: Arguments, say: Callable[[RenderableType], None] | None = None) -> Planned:
     """The plan as JSON and as a report; `complete` in the JSON is false if Ctrl-C ended the search.
 
-    Args:
-        args: what was typed.
-        say: shows what is known first, the plan itself, while other methods are still being planned. The
-            report begins after it.
+    `say` shows what is known first, the plan itself, while other methods are still being planned. The report
+    begins after it.
 
     Raises:
         ConfigError: neither a config nor a model is given, or as of `fastest_plan`.

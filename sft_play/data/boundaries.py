@@ -59,11 +59,7 @@ def _joined(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], letter: st
 def is_split(text: str, start: int, first: int, before: int) -> bool:
     """Whether the natural tokens of a text are others at the start of an answer than those of its prompt.
 
-    Args:
-        text: of the row.
-        start: of the answer, as `answer_start` has it.
-        first: the answer's first token.
-        before: the token after that of the character before the answer.
+    `first` is the answer's first token, and `before` the one after that of the character before the answer.
     """
     return before > first or (text[start - 1 : start].isspace() and text[start : start + 1].isspace())
 

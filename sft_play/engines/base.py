@@ -88,33 +88,19 @@ class Engine(Traits):
         """Clears what an earlier run has left behind and would stop this one."""
 
     def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
-        """A block in which a silence of minutes is explained beforehand.
-
-        Args:
-            say: prints a line, on the main rank.
-        """
+        """A block in which a silence of minutes is explained beforehand, on the main rank."""
         return nullcontext()
 
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
     ) -> dict[str, Any]:
-        """What the arguments of the library's trainer say about the engine.
-
-        Args:
-            config: the run.
-            plan: of the run.
-            trained_parameters: number of trained elements.
-            shared: whether all machines see the run directory.
-        """
+        """What the library's trainer is told of the engine; `shared`: all machines see the run directory."""
         return {}
 
     def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Leaves each process its part of the model, in place; imports torch.
 
-        Args:
-            units: of the model, on the CPU, the whole model last (`model.architecture.shape.units_of`).
-            config: the run.
-            plan: of the run.
+        The units are on the CPU, the whole model last (`model.architecture.shape.units_of`).
         """
 
     def alone(self) -> AbstractContextManager[None]:
@@ -122,19 +108,11 @@ class Engine(Traits):
         return nullcontext()
 
     def computing(self, model: object) -> AbstractContextManager[None]:
-        """A block in which a divided model computes although no training wraps it.
-
-        Args:
-            model: not wrapped.
-        """
+        """A block in which a divided model, not wrapped, computes although no training wraps it."""
         return nullcontext()
 
     def let_go(self, model: object) -> None:
-        """Undoes what training has made of a model, so that another one can begin.
-
-        Args:
-            model: as the engine wrapped it, or not wrapped.
-        """
+        """Undoes what training has made of a model, wrapped or not, so that another one can begin."""
 
     def backward_arguments(self) -> dict[str, bool]:
         """For the backward pass of a loss that is divided by the number of micro-batches already."""
@@ -143,8 +121,7 @@ class Engine(Traits):
     def updated(self, model: object) -> bool:
         """Whether weights have been updated before the norm of the gradients was known.
 
-        Args:
-            model: as the engine wrapped it, in a step whose gradients are not finite.
+        The model is as the engine wrapped it, in a step whose gradients are not finite.
         """
         return False
 
@@ -153,25 +130,16 @@ class Engine(Traits):
         return [file for file in [checkpoint / "optimizer.pt"] if file.is_file()]
 
     def save_state(self, optimizer: object, model: object, checkpoint: Path) -> bool:
-        """Writes this process's part of the optimizer's state; all processes call it.
+        """Writes this process's part of the optimizer's state; all processes call it, nothing wrapped.
 
-        Args:
-            optimizer: without accelerate's wrapper.
-            model: not wrapped.
-            checkpoint: the folder.
-
-        Returns:
-            False: nothing was written, the trainer's library does it.
+        False: nothing was written, the trainer's library does it.
         """
         return False
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
         """AdamW's state and the weights, as this engine saved them; imports torch.
 
-        Args:
-            checkpoint: the folder.
-            names: of the trained parameters, in the optimizer's order.
-            load: reads a file of tensors.
+        `names` are the trained parameters', in the optimizer's order; `load` reads a file of tensors.
         """
         from sft_play.engines.state import read_whole
 
@@ -188,24 +156,14 @@ class Engine(Traits):
         set_whole(optimizer, parameters, state_of)
 
     def load_weights(self, model: object, checkpoint: Path) -> bool:
-        """Sets the trained weights to those of a checkpoint; all processes call it.
+        """Sets the trained weights to those of a checkpoint; all processes call it, the model not wrapped.
 
-        Args:
-            model: not wrapped.
-            checkpoint: the folder.
-
-        Returns:
-            False: nothing was set, the trainer's library does it.
+        False: nothing was set, the trainer's library does it.
         """
         return False
 
     def go_on_from(self, model: object, step: int) -> None:
-        """Tells the engine how many steps are done, once its state was set.
-
-        Args:
-            model: as the engine wrapped it.
-            step: of the checkpoint.
-        """
+        """Tells the engine, of a model that it wrapped, how many steps are done, once its state was set."""
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Adds what each machine needs in a folder of its own, if machines share no disk."""
@@ -213,14 +171,9 @@ class Engine(Traits):
     def full_weights(
         self, model: "Module", types: Mapping[str, "dtype"] = NOTHING_CAST
     ) -> dict[str, "Tensor"] | None:
-        """The weights to save, gathered on the first process; all processes call it.
+        """The weights to save, gathered on the first process; all processes call it, the model not wrapped.
 
-        Args:
-            model: not wrapped.
-            types: name -> torch's type to save it in, where that is another one.
-
-        Returns:
-            None: they are the model's own.
+        `types` says, by name, which are saved in another type. None: they are the model's own.
         """
         from sft_play.engines.whole import as_it_is, whole_weights
 
@@ -231,49 +184,36 @@ class Engine(Traits):
         return []
 
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
-        """Bytes of the saved optimizer state.
-
-        Args:
-            elements: that are trained.
-            state_bytes: what the optimizer keeps for them.
-        """
+        """Bytes of the saved state of an optimizer that keeps `state_bytes` for so many trained elements."""
         return state_bytes
 
     def transform(self, step: Step, division: Division) -> Step:
-        """The step of one process among several.
+        """The step of one process among several, from that of a single process.
 
-        Args:
-            step: of a single process, with blocks as large as the allocator makes them. If the engine
-                distributes, gradients are live from the start.
-            division: among how many processes, and how.
+        Its blocks are as large as the allocator makes them. If the engine distributes, gradients are live
+        from the start.
         """
         return step
 
     def saved_from_memory(self, terms: Mapping[str, int]) -> dict[str, int]:
         """What is in memory while a checkpoint is saved: weights, states and what is never freed.
 
-        Args:
-            terms: the breakdown of the forward pass, in bytes.
+        `terms` is the breakdown of the forward pass, in bytes.
         """
         kept = {"weights", "adapters", "optimizer"} | ({"gradients"} if self.keeps_gradients else set())
         return {name: size if name in kept else 0 for name, size in terms.items()}
 
     def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
-        """What the processes exchange in an optimizer step.
+        """What the processes exchange in an optimizer step, with gradients of so many bytes for an element.
 
-        Args:
-            work: of a micro-batch, with what is trained, and what is gathered if weights are divided.
-            element_bytes: of a trained element's gradient.
-            plan: how many micro-batches a step has, and whether gradients wait for the last one.
+        The work is of a micro-batch, with what is trained, and what is gathered if weights are divided.
         """
         return ()
 
     def moved_by_offload(self, work: Work, accumulation: int) -> tuple[float, float]:
         """Bytes that a step copies between GPU and RAM, and that the CPU reads and writes before its update.
 
-        Args:
-            work: of a micro-batch.
-            accumulation: micro-batches per step of each process.
+        The work is of a micro-batch, of which each process has so many in a step.
         """
         sizes = (sum(work.exchanged(kind).elements()) for kind in (TRANSFER, IN_RAM))
         copied, summed = (float(accumulation * size) for size in sizes)
@@ -282,10 +222,7 @@ class Engine(Traits):
     def moved_by_disk(self, work: Work, accumulation: int, share: float) -> float:
         """Bytes that a step of a process reads from and writes to its mapped files: AdamW's two moments.
 
-        Args:
-            work: of a micro-batch.
-            accumulation: micro-batches per step of each process.
-            share: of what is trained, that it updates.
+        As `moved_by_offload`; `share` is how much of what is trained it updates.
         """
         return 2 * 2 * FP32 * share * work.trained_elements
 

@@ -32,15 +32,11 @@ def config_file(stage: int) -> Path:
 
 
 def configuration(stage: int, trained_parameters: int | None = None) -> dict[str, Any]:
-    """DeepSpeed's config for the trainer, with buckets no larger than the number of trained parameters.
+    """DeepSpeed's config for the trainer, with buckets no larger than the trained parameters, if known.
 
     With LoRA that matters: a bucket is allocated in full, so DeepSpeed's default of 5e8 elements wastes 1 to
     2 GB. If one bucket holds all gradients, communication starts when the backward pass ends, and overlapping
     would only cost a second bucket.
-
-    Args:
-        stage: of ZeRO.
-        trained_parameters: None leaves the buckets as they are.
     """
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, **EVERY_STAGE, **OF_STAGE[stage]}
     if trained_parameters:

@@ -46,10 +46,7 @@ def chosen_engines() -> list[Engine]:
 def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> list[tuple[Engine, str]]:
     """The engines that a run may use, each with where it offloads to; the preferred ones first.
 
-    Args:
-        config: the run.
-        world_size: number of processes.
-        offload: whether `parallel.offload=auto` may lead to it.
+    `offload` says whether `parallel.offload=auto` may lead to it.
     """
     asked = config.parallel
     several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else chosen_engines()
@@ -65,10 +62,7 @@ def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> 
 def offload_problem(config: RunConfig, device: str, precision: str) -> str | None:
     """Why a run cannot offload as `parallel.offload` says, on a "cuda" or "cpu" device; None if it can.
 
-    Args:
-        config: the run.
-        device: of each process.
-        precision: the autocast type.
+    `precision` is the autocast type.
     """
     place, asked = config.parallel.offload, config.parallel.engine
     if config.parallel.nvme_path and place != "ram":

@@ -18,12 +18,9 @@ TYPE = "type_in_use"
 
 
 def say_types(model: torch.nn.Module, dtype: torch.dtype, others: Mapping[str, torch.dtype]) -> None:
-    """Notes the type that each floating-point parameter of a model is to be used in.
+    """Notes the type that each floating-point parameter of a model, as it is stored, is to be used in.
 
-    Args:
-        model: as it is stored.
-        dtype: of its weights.
-        others: pattern of names -> type of those that have another one.
+    `others` are the types, by pattern of names, of weights that have another one.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():

@@ -19,12 +19,8 @@ def whole_weights(
     """Copies tensor by tensor, in the memory of the first process's machine; others get nothing.
 
     Only what is trained, if there is an adapter around the model. Tied weights are one tensor, by which
-    transformers knows that it shall save them once.
-
-    Args:
-        model: not wrapped; all processes call it.
-        gathered: a block in which a weight is whole, which all processes enter.
-        types: name -> the type of its copy, where that is another one.
+    transformers knows that it shall save them once. All processes call it, the model not wrapped, and enter
+    each block of `gathered`, in which a weight is whole. `types`: as in `Engine.full_weights`.
     """
     is_first = not distributed.is_initialized() or distributed.get_rank() == 0
     only_trained = hasattr(model, "get_base_model")

@@ -58,12 +58,7 @@ class Part:
 
 
 def parts_of(groups: Sequence[Sequence[int]], processes: int) -> list[Part]:
-    """The part of each process.
-
-    Args:
-        groups: elements of the parameters of each group, in the optimizer's order.
-        processes: how many share them.
-    """
+    """The part of each process, of groups of parameters in the optimizer's order, by their elements."""
     sizes = [-(-sum(group) // (ALIGNMENT * processes)) * ALIGNMENT for group in groups if sum(group)]
     parts = [Part(sizes) for _ in range(processes)]
     for group, size in zip(filter(sum, groups), sizes, strict=True):

@@ -191,9 +191,7 @@ def _held_in_ram(step: Step, division: Division, share: int) -> Step:
 def sub_groups(groups: Sequence[Sequence[int]], world_size: int) -> list[int]:
     """Elements of the fp32 vectors of a process, each pinned for itself.
 
-    Args:
-        groups: elements of the parameters of each of the optimizer's groups.
-        world_size: processes that have a part of each parameter.
+    `groups` has those of the parameters of each of the optimizer's groups.
     """
     zero = deepspeed.configuration(Zero3.stage)["zero_optimization"]
     found = []

@@ -174,13 +174,9 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> Beginning:
 
 
 def describe(writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, size: int, *, adds_bos: bool) -> None:
-    """Writes the tokenizer into a GGUF writer, as the model was trained with it.
+    """Writes the tokenizer, with the run's template, into a GGUF writer, as the model was trained with it.
 
-    Args:
-        writer: of the file.
-        tokenizer: with the chat template of the run.
-        size: rows of the embedding.
-        adds_bos: as `Beginning.added`.
+    `size` is the number of rows of the embedding, and `adds_bos` that of `Beginning.added`.
 
     Raises:
         ConfigError: llama.cpp has no such tokenizer.

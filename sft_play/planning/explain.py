@@ -26,11 +26,7 @@ from sft_play.sizing.step import StepSpec
 def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[str]:
     """The kernel of attention, the methods, and what earlier runs have shown, of a plan with its memory.
 
-    Args:
-        request: that the plan is for.
-        plan: the chosen one.
-        record: of earlier runs of such steps.
-        estimate: sizes other kernels; None to leave them out.
+    `estimate` sizes other kernels; None leaves them out.
     """
     assert plan.memory
     config, architecture = request.config, request.architecture

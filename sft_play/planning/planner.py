@@ -124,8 +124,7 @@ def _add_larger_groups(
 ) -> bool:
     """Adds plans of larger and larger groups to those found, as long as they may be the fastest.
 
-    Returns:
-        Whether it ended because no larger groups can be.
+    True: it ended because no larger groups can be.
     """
     config, sizes = request.config, sizes_of_groups(request)
     if not sizes or (found and not _saves_memory(config, found[0])):

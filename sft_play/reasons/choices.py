@@ -160,12 +160,9 @@ def engine(
 
 
 def ruled_out(engines: str, held_bytes: int, *, with_states: bool) -> str:
-    """Engines, by label, left out since what a process always holds is more than its memory.
+    """Engines, by label, left out since what a process of the leanest always holds is more than its memory.
 
-    Args:
-        engines: their labels.
-        held_bytes: by the one that holds least.
-        with_states: whether gradients and states count too: the weights alone would be within the memory.
+    With gradients and states, if the weights alone would be within it.
     """
     held = "weights, gradients and optimizer states" if with_states else "the weights"
     return f"{engines} ruled out: {held} alone need at least {format_bytes(held_bytes)} per process"

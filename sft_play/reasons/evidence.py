@@ -61,14 +61,9 @@ def communication(
     measured_later: bool,
     may_be_faster: bool = False,
 ) -> str:
-    """Where the seconds of communication come from.
+    """Where the seconds of communication come from: measured here, by the first run, or by the data sheet.
 
-    Args:
-        processes: that exchange.
-        links: bytes a second by the data sheet, as `machine.links.links_of`.
-        measured: whether the exchanges were, here.
-        measured_later: whether the first run measures them.
-        may_be_faster: whether the links may be faster than these, which are then the slowest possible.
+    The links are as `machine.links.links_of` has them, the slowest if they may be faster.
     """
     if measured:
         return f"communication: as measured between {processes} processes here"
@@ -115,14 +110,9 @@ def described_lengths(
 
 
 def described_images(images: int, width: int, height: int, tokens: int, row_tokens: int) -> str:
-    """The images of each of the training rows, which are not here.
+    """The images of each of the training rows, which are not here, of so many pixels each.
 
-    Args:
-        images: of each row.
-        width: of each, in pixels.
-        height: of each, in pixels.
-        tokens: that stand for the features of one.
-        row_tokens: with those around them.
+    Tokens stand for the features of one; `row_tokens` are those with what is around them.
     """
     return (
         f"to the text of each row, {counted(images, 'image')} of {width} x {height} "

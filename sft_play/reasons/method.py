@@ -18,12 +18,9 @@ def precision(asked: str, autocast: str, device: Device) -> str:
 
 
 def master_weights(dtype: Literal["float32", "bfloat16"], size: int, place: str = "memory") -> str:
-    """The type of weights, gradients and optimizer states of full fine-tuning.
+    """The type of weights, gradients and optimizer states of full fine-tuning; "float32": masters.
 
-    Args:
-        dtype: "float32": masters.
-        size: bytes by which bf16 needs less.
-        place: where: memory, or RAM, of a machine whose processes offload.
+    The size is by how many bytes bf16 needs less, of memory, or of RAM of a machine whose processes offload.
     """
     saved = f"{format_bytes(size)} of {place}"
     if dtype == "float32":
@@ -162,12 +159,9 @@ def layer_kernels(
     modules: int,
     saved_bytes: int | None,
 ) -> str:
-    """Other kernels that compute modules of the layers on a GPU.
+    """Other kernels that compute so many modules of the layers on a GPU.
 
-    Args:
-        kernels: their name.
-        modules: how many they compute.
-        saved_bytes: of a process: what they take less than ours; None: they are off.
+    `saved_bytes` is what a process needs less with them than with ours; None: they are off.
     """
     row = LAYERS[kernels]
     if saved_bytes is None:

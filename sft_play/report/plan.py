@@ -185,12 +185,9 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
 
 
 def plan_lines(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
-    """What a person asks first: whether it fits, the batch, memory and time.
+    """What a person asks first of a plan with its memory: whether it fits, the batch, memory and time.
 
-    Args:
-        tree: as in `plan_report`, of a plan whose memory is predicted.
-        title: what fits where.
-        notes: what is assumed.
+    The title says what fits where, and the notes what is assumed.
     """
     plan, memory = tree["plan"], tree["memory"]
     lines = [("batch", tree["why"][0].removeprefix("effective batch "))]

@@ -46,15 +46,7 @@ def question_page(said: str = "") -> Page:
 
 
 def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked: str) -> Page:
-    """The page of one plan.
-
-    Args:
-        tree: as `make plan` prints it with --json.
-        model: its name.
-        gpu: its name.
-        method: a tuning mode.
-        asked: the command that answers the same.
-    """
+    """The page of a plan, the JSON of `make plan`; `asked` is the command that answers the same."""
     plan, memory = tree["plan"], tree["memory"]
     unit = process_unit(plan["device"])
     batch = [plan[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]

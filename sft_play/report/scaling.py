@@ -34,12 +34,9 @@ def process_unit(device: str) -> str:
 
 
 def scaling_table(rows: Sequence[Row], unit: str, here: int | None = None) -> Table:
-    """A row for each number of GPUs or processes (`process_unit`) that can be.
+    """A row for each number of GPUs or processes (`process_unit`) that can be, as `scaling` has found them.
 
-    Args:
-        rows: of `planning.answers.other_machines.scaling`.
-        unit: what is counted.
-        here: the number of this run, whose row says so.
+    That of `here`, the number of this run, says so.
     """
     rates = [f"lr {rule}" for rule in ("none", "sqrt", "linear")]
     head = [plural(unit), "micro-batch", "accumulation", "effective batch", "steps per epoch", *rates]

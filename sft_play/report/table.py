@@ -30,13 +30,9 @@ class Table:
 def on_screen(
     table: Table, gap: int = 3, bars: Mapping[int, Sequence[float]] | None = None, mark: str = ""
 ) -> ScreenTable:
-    """The table without rules.
+    """The table without rules, with so many cells between its columns, and `mark` before bold rows.
 
-    Args:
-        table: what is shown.
-        gap: cells between its columns.
-        bars: column -> share of a whole of each row, as bars to the right of it.
-        mark: what stands before bold rows.
+    `bars` are, by column, the shares of a whole of each row, as bars to the right of it.
     """
     bars = bars or {}
     screen = ScreenTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")

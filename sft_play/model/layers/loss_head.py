@@ -55,13 +55,10 @@ def token_loss(
 
 
 def losses(model: Any, batch: Batch, tokens: object = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The losses of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`.
+    """The losses of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`: scalars.
 
     The first is averaged over `tokens`, by default the supervised ones of the micro-batch. The second is low
     where experts get equally many tokens; None unless the model's config asks for it.
-
-    Returns:
-        Two scalars.
     """
     outputs = model(**batch, use_cache=False, fused_lm_head=True)
     count = outputs.label_mask.sum() if tokens is None else torch.as_tensor(tokens)

@@ -51,8 +51,7 @@ def same_code(function: object, known: object) -> bool:
 def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
     """Lets modules with Llama's code compute in fewer passes, or by other `kernels`, before adapters come.
 
-    Returns:
-        How many modules these are.
+    It returns how many modules these are.
     """
     forwards = _forwards(model, kernels)
     for module, forward in forwards.items():

@@ -23,14 +23,12 @@ def recompute(model: Any, activations: Activations) -> None:
 
 
 def adjust(model: Any, activations: Activations) -> None:
-    """Changes a model whose layers are recomputed, each time that transformers has turned it on.
+    """Changes a model, or one with an adapter around it, each time that transformers has turned this on.
 
-    Args:
-        model: a model, or one with an adapter around it.
-        activations: as traced. The last layers, which keep theirs, come first in the backward pass, so what
-            they keep is gone when the others are recomputed. Inputs of recomputed layers that are in RAM are
-            copied to pinned RAM, and back when they are needed. transformers 5.23 can do so too (`offload`),
-            on the stream of the computation, but fails on a machine without a GPU.
+    The last layers, which keep their activations, come first in the backward pass, so what they keep is gone
+    when the others are recomputed. Inputs of recomputed layers that are in RAM are copied to pinned RAM, and
+    back when they are needed. transformers 5.23 can do so too (`offload`), on the stream of the computation,
+    but fails on a machine without a GPU.
     """
     offload = activations.policy == "offload"
     if not activations.partly_kept and not offload:

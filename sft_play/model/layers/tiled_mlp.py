@@ -22,12 +22,9 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_mlps(model: Any, tile_tokens: int) -> int:
-    """Lets the MLPs of a model, or of one with an adapter around it, compute so many tokens at a time.
+    """Lets the MLPs of a model, or within an adapter, compute so many tokens at a time; how many these are.
 
     Mixtures of experts are left alone: they divide tokens by themselves.
-
-    Returns:
-        How many MLPs these are.
     """
     mlps = [mlp for layer in decoder_layers(model)[2] for mlp in mlps_of(layer)]
     for mlp in mlps:

@@ -60,8 +60,7 @@ def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> t
 def _taken_out(adapted: PeftModel) -> dict[Tensor, list[Any]]:
     """Puts the linear layers of the base in the place of PEFT's around them.
 
-    Returns:
-        weight [out, in] -> PEFT's layers, in their order: of several where layers share it (Zamba).
+    By weight, [out, in], PEFT's layers, in their order: of several where layers share it (Zamba).
     """
     named = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, Linear)]
     layers: dict[Tensor, list[Any]] = {}

@@ -40,11 +40,7 @@ class Change:
 
 
 def plan_or_advise(request: Request, typed: Callable[[Change], str]) -> Plan:
-    """The fastest plan that fits.
-
-    Args:
-        request: the run.
-        typed: the command that asks for the run with a change.
+    """The fastest plan that fits; `typed` gives the command that asks for the run with a change.
 
     Raises:
         ConfigError: as of `fastest_plan`.

@@ -150,15 +150,9 @@ def longest_divided_row(
     The larger a group, the fewer tokens has a process, so the largest are searched. Smaller ones reach as far
     only where the model's positions are the limit.
 
-    Args:
-        request: as in `longest_row`.
-        asked: see there.
-        whole: what `longest_row` found where tokens are not divided.
-        tried: see there.
-
     Returns:
-        As `longest_row`; None if whole rows are enough, if none fits, if there are no groups, or if the
-        config says how large they are.
+        As `longest_row`, which found `whole`; None if whole rows are enough, if none fits, if there are no
+        groups, or if the config says how large they are.
     """
     reached = whole.longest or 0
     enough = whole.limit == "positions" if asked is None else whole.fits
@@ -262,11 +256,7 @@ def longest_rows(
     """The rows of each method, number of processes and place of the weights, and of tokens that are divided.
 
     RAM is looked at where memory of the device is the limit without it, and so are tokens that are divided.
-
-    Args:
-        requests: the run on each number of processes.
-        modes: of tuning.
-        asked: as in `longest_row`.
+    There is a request for each number of processes.
 
     Yields:
         The rows of one search; none where weights in RAM reach no farther.

@@ -21,16 +21,11 @@ MEASURED = ("overhead", "probes", "profiles", "speeds")
 
 
 def kept(question: str, request: Request, *about: object, find: Callable[[], Any]) -> Any:
-    """The answer, a JSON value, as it was found before or is found now.
+    """The answer, a JSON value, as it was found before or is found now; what `find` raises is not kept.
 
     It is found each time where it depends on more than can be told: on the memory that is free on this
-    machine, on a model's own code, or on a package with attention for the GPU that is here.
-
-    Args:
-        question: what is asked about the request.
-        request: the run.
-        about: what else the answer depends on; `repr` tells one from another.
-        find: finds the answer; what it raises is not kept.
+    machine, on a model's own code, or on a package with attention for the GPU that is here. Besides the
+    request, it depends on `about`, of which `repr` tells one from another.
     """
     if not request.machine.what_if or not request.architecture.keeps or has_attention_packages():
         return find()

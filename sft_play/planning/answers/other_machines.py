@@ -42,10 +42,7 @@ COMMON_GPUS = (
 def fewest_gpus(request: Request, *, batch_grows: bool, least: int = 1) -> int | None:
     """How many GPUs are enough, in groups that divide tokens if need be; None if not even 512 are.
 
-    Args:
-        request: the run on a machine with such a GPU.
-        batch_grows: whether the effective batch becomes as large as the number of GPUs that need it.
-        least: how many there are at least.
+    There are `least` or more; if the batch grows, it becomes as large as the number of GPUs that need it.
 
     Raises:
         ConfigError: settings contradict each other, the model or the GPU.
@@ -185,12 +182,8 @@ def plans_by_mode(
 ) -> dict[str, dict[str, Any]]:
     """The key numbers of the plan for each tuning mode, or why there is none.
 
-    Args:
-        request: the run on a machine with such a GPU.
-        modes: of tuning.
-        count: of GPUs; default: the fewest that are enough.
-        batch_grows: as in `fewest_gpus`.
-        accept: as in `fastest_plan`, of plans for so many GPUs.
+    For `count` GPUs like the request's, or the fewest that are enough; `batch_grows` as in `fewest_gpus`, and
+    `accept` as in `fastest_plan`.
     """
     plans: dict[str, dict[str, Any]] = {}
     for mode in modes:

@@ -27,10 +27,7 @@ NONE = (ConfigError, DoesNotFitError, UntraceableModel)  # what there is no plan
 def other_methods(request: Request, chosen: Plan, *, fewer: bool) -> list[dict[str, Any]]:
     """A row for each method: `plan_row` of a plan that fits, of the chosen one, or `fits` is false.
 
-    Args:
-        request: the run on GPUs, as it was planned.
-        chosen: its plan.
-        fewer: whether fewer GPUs may do for another method, since nobody said how many there are.
+    `fewer` says whether fewer GPUs may do for another method, since nobody said how many there are.
     """
     counts = [count for count in COUNTS if count < request.processes] if fewer else []
     rows = []
@@ -53,12 +50,8 @@ def cheapest_ways(
 ) -> list[dict[str, Any]]:
     """For each method the fewest GPUs of a table, of these the smallest; and the smallest one with RAM.
 
-    Where the user has set prices, what costs least of the GPUs that have one.
-
-    Args:
-        request: the run on a GPU.
-        modes: of tuning.
-        cards: rows with `gpu`, its `total_bytes`, and `plans` as `plans_by_mode` gives them.
+    Where the user has set prices, what costs least of the GPUs that have one. `cards` are rows with `gpu`,
+    its `total_bytes`, and `plans` as `plans_by_mode` gives them.
 
     Returns:
         Rows of such plans with `method`, `gpu` and its `total_bytes`; none for a method that fits nowhere.

@@ -126,18 +126,9 @@ def draft_plans(
 ) -> list[Plan]:
     """Every plan that the config allows, in preferred order.
 
-    Sorted by engine, then without checkpointing before with it, then by micro-batch from small to large.
-
-    Args:
-        config: the run's config.
-        device: of each process.
-        world_size: number of processes.
-        machines: that they are on.
-        rows: number of training rows; with train.packing, of packed sequences.
-        max_seq_len: tokens of the longest row.
-        attention: implementation that the model will use.
-        padding_free: whether rows are joined end to end.
-        largest: by default every row of a micro-batch is assumed to be the longest.
+    Sorted by engine, then without checkpointing before with it, then by micro-batch from small to large. With
+    train.packing, `rows` are packed sequences. Without `largest`, every row of a micro-batch is assumed to be
+    the longest, of `max_seq_len` tokens.
 
     Raises:
         ConfigError: settings contradict each other or are not supported by the device.

@@ -90,13 +90,8 @@ def with_held(
 ) -> Step:
     """A step of a run, with the batches that the trainer holds beside the one that the step is of.
 
-    Args:
-        step: the step.
-        spec: its description.
-        plan: the run's plan.
-        batches: those of the run, as far as they are known.
-        micro: the micro-batch; default one at which no other holds more.
-        evaluated: the batch of the evaluation; default one that another of its size follows.
+    Without `micro`, that is one at which no other holds more; without `evaluated`, the evaluation's is one
+    that another of its size follows.
     """
     most = (batches.held or spec.tokens * (plan.batch.accumulation + 1)) - spec.tokens
     ahead = evaluated.held if evaluated else math.prod(spec.evaluated.shape)

@@ -32,9 +32,6 @@ def cast_operands(func: Callable[..., Any], *args: object) -> list[torch.Tensor]
 
     They live as long as the kernel runs (`TensorIteratorBase::compute_types`). A result in another type,
     which only an operation in place has, is computed in a copy too.
-
-    Returns:
-        Tensors of the operands' shapes.
     """
     operands = [value for value in args if isinstance(value, torch.Tensor)]
     if len(operands) < 2 or operands[0].dtype == operands[1].dtype:
@@ -122,15 +119,8 @@ def four_bit_product(
 ) -> torch.Tensor:
     """The product of bitsandbytes on a CPU, which unpacks all scales, then the weight, and multiplies.
 
-    Args:
-        a: [..., in_features].
-        shape: (out_features, in_features) of the unpacked weight.
-        nested: whether the scales are quantized themselves.
-        autocast: the type of the autocast around it, which casts the operands of the product inside.
-        scratch: what products take.
-
-    Returns:
-        [..., out_features].
+    From [..., in_features] to [..., out_features]; `shape` is that of the unpacked weight, whose scales are
+    quantized themselves if it is nested. The autocast around it casts the operands of the product inside.
     """
     weights = shape[0] * shape[1]
     counted(UNPACK, a, weights, moved=weights * (0.5 + a.dtype.itemsize))

@@ -117,16 +117,8 @@ class SymbolicRecorder(AllocationRecorder):
     ) -> torch.Tensor:
         """Dequantizes scales and weights, then multiplies; the fused kernel for few tokens needs less.
 
-        Args:
-            a: [..., in_features].
-            b: the packed weight.
-            shape: (out_features, in_features) of the unpacked weight.
-            absmax: the scales.
-            args: the fourth are the scales if they are quantized themselves.
-            kwargs: `absmax_8bit`, the same by its name.
-
-        Returns:
-            [..., out_features].
+        From [..., in_features] to [..., out_features], which `shape` has. The scales are quantized themselves
+        if there are `absmax_8bit`, or the fourth of `args`.
         """
         if not self.cuda:
             nested = kwargs.get("absmax_8bit", (*args, *(None,) * 4)[3]) is not None

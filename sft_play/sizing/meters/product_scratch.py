@@ -91,12 +91,7 @@ def rule_of(measured: Sequence[tuple[Product, int]]) -> ScratchRule:
 
 
 def product_scratch(dtype: str, threads: int) -> Rules:
-    """The rules of this processor for products in a type; 16-bit ones are measured unless they are known.
-
-    Args:
-        dtype: name of the type in torch.
-        threads: of a process.
-    """
+    """The rules of this processor for products in a type; 16-bit ones are measured unless they are known."""
     if dtype not in SIXTEEN_BIT:
         return ()
     isa, versions = os.environ.get("ONEDNN_MAX_CPU_ISA", ""), installed_versions(("torch",))

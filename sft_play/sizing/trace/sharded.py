@@ -303,14 +303,10 @@ def changes_in_a_pass(model: torch.nn.Module) -> bool:
 
 
 def first_pass(model: Any, compute: Callable[[], torch.Tensor], *, backward: bool) -> None:
-    """Lets FSDP2 do what it does in a pass, beside what the model computes, which does not count.
+    """Lets FSDP2 do what it does in a pass of a divided model, beside what it computes, which does not count.
 
-    That is computed only where the model changes meanwhile.
-
-    Args:
-        model: divided.
-        compute: the forward pass, which returns the loss, a scalar.
-        backward: whether trained weights get gradients, which are exchanged or kept.
+    `compute`, the forward pass, returns the loss, and is computed only where the model changes meanwhile.
+    `backward` says whether trained weights get gradients, which are exchanged or kept.
     """
     groups = [group for _, group in _divided(model)]
     if changes_in_a_pass(model):
