@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from sft_play.config.schema import RunConfig
 from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
 
@@ -108,13 +110,8 @@ class Memory:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Memory":
-        """The inverse of `to_json`."""
-        fields = {key: value for key, value in tree.items() if key != "process_bytes"}
-        if host := fields.get("host"):
-            fields["host"] = HostMemory(**{key: host[key] for key in host if key != "needed_bytes"})
-        if highest := fields.get("highest"):
-            fields["highest"] = HighestBatches(**highest)
-        return cls(**fields)
+        """The inverse of `to_json`, whose sums are passed over."""
+        return TypeAdapter(cls).validate_python(tree)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        note = f"no NVIDIA driver that works ({_reason(error)})"
+        note = f"no NVIDIA driver that works ({str(error).strip() or type(error).__name__})"
         if platform.system() == "Darwin":
             note = "the GPU of a Mac (MPS) is not used: plans and kernels are for CUDA and CPUs"
         return Machine(gpus=(), note=note, host=host)
@@ -126,10 +126,6 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
         )
     finally:
         nvml.nvmlShutdown()
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip() or type(error).__name__
 
 
 def _ask(nvml: ModuleType, function: str, *arguments: object) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from sft_play.choices.kernels import COMPILED, FLOAT8, LAYERS, Option
+from sft_play.choices.kernels import COMPILED, FLOAT8, LAYERS
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
@@ -97,17 +97,15 @@ def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Pl
     config, device, compiled = request.config, request.device, verdicts.get(COMPILED.name)
     rows = [LAYERS[name] for name in winners_of(verdicts) if name in LAYERS]
     may_change = config.train.kernels == "auto" and not draft.compile
-    best = next((row for row in rows if may_change and _is_here(row, device)), None)
+    on_this = device.kind, device.compute_capability
+    here = (row for row in rows if may_change and row.runs_on(*on_this) and row.is_installed())
+    best = next(here, None)
     share = verdicts[best.name].share if best else 1.0
     pays = compiled is not None and compiled.pays(draft.schedule.total_steps, share)
     may = may_compile(config, draft, request.architecture, request.facts.pictures)
     if pays and may and not missing_for_compiler(device.kind):
         return replace(draft, compile=True, kernels_origin=PROBED)
     return replace(draft, kernels=best.name, kernels_origin=PROBED) if best else draft
-
-
-def _is_here(row: Option, device: Device) -> bool:
-    return row.runs_on(device.kind, device.compute_capability) and row.is_installed()
 
 
 def _require_kernels(request: Request) -> None:

@@ -36,7 +36,7 @@ def every(draft: Plan) -> bool:
     return True
 
 
-def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = True, mix: bool = True) -> Plan:
+def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = True) -> Plan:
     """The fastest plan that fits.
 
     Tokens are divided if nothing else fits, or if a last resort would take longer; not if the config says how
@@ -46,7 +46,6 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
         request: what is to be planned.
         accept: which of the plans that the config allows are considered.
         explain: as in `choose_plan`.
-        mix: whether some layers may be recomputed and others not.
 
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
@@ -56,7 +55,7 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
     problem: DoesNotFitError | None = None
 
     def planned(each: Request) -> Plan:
-        return _with_these_groups(each, accept, explain=explain, mix=mix)
+        return _with_these_groups(each, accept, explain=explain)
 
     try:
         found.append(planned(request))
@@ -83,7 +82,7 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
     return replace(chosen, why=(*chosen.why, reason))
 
 
-def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: bool) -> Plan:
+def _with_these_groups(request: Request, accept: Accept, *, explain: bool) -> Plan:
     """The fastest plan whose groups are as large as the config says; else rows stay whole."""
     config, architecture, facts, device = request.config, request.architecture, request.facts, request.device
     allowed, of_rows = allowed_plans(request)
@@ -105,7 +104,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool, mix: 
         memory_of = corrected_estimator(predict, record_of)
         tokens_of = facts.tokens_per_process
         time_of, least_of = (corrected_clock(each, speed_of, tokens_of) for each in (seconds, least))
-        layers = len(architecture.modules.layer_kinds) if mix else 0
+        layers = len(architecture.modules.layer_kinds)
         try:
             plan, why = choose_plan(
                 config, drafts, memory_of, time_of, least_of, explain=explain, layers=layers

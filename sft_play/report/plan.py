@@ -45,8 +45,9 @@ def candidates(tree: Mapping[str, Any], most: int | None = None) -> list[Mapping
 def candidates_table(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Table:
     """What else was possible: predicted speed and peak of the chosen plan and others (`candidates`)."""
     chosen = [number for number, row in enumerate(rows) if "chosen" in row]
+    unit = "tokens/s" if plan.get("tokens_per_second") else "speed"
     return Table(
-        ("micro-batch x accumulation", "activations", _unit_of_speed(plan), "peak"),
+        ("micro-batch x accumulation", "activations", unit, "peak"),
         [
             (
                 f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}",
@@ -141,10 +142,6 @@ def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     several = plan["world_size"] > 1 or plan.get("offload", "none") != "none"
     engine = f"{engine_label(row)}, " if several else ""
     return engine + way_of(row)
-
-
-def _unit_of_speed(plan: Mapping[str, Any]) -> str:
-    return "tokens/s" if plan.get("tokens_per_second") else "speed"
 
 
 def _speed_text(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:

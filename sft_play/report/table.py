@@ -1,6 +1,6 @@
 """A table, laid out once: `on_screen`, in Markdown, and on a page by the macro of page.html.j2."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -56,12 +56,8 @@ def on_screen(
 
 def markdown(table: Table) -> str:
     """The table in Markdown; empty without rows."""
-    rows = (table.head, ("---",) * len(table.head), *table.rows)
-    return "\n".join(map(_line, rows)) if table.rows else ""
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+    rows = (table.head, ("---",) * len(table.head), *table.rows) if table.rows else ()
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in rows)
 
 
 class Bar:

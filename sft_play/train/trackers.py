@@ -9,6 +9,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from textwrap import indent
 from typing import Any
 
 from accelerate.utils import patch_environment
@@ -194,7 +195,8 @@ def _describe(writer: Any, job: Job, step: int) -> None:
         writer.file_writer.add_summary(summary)
     writer.add_text("plan", plan_text(job.plan), step)
     if job.run.config.exists():
-        writer.add_text("config", _fenced(job.run.config.read_text(encoding="utf-8")), step)
+        # Markdown leaves indented text as it is; a fence may be in it
+        writer.add_text("config", indent(job.run.config.read_text(encoding="utf-8"), "    "), step)
     if not step:
         writer.add_histogram("train/row_tokens", column_of(job.data.train, "length"), step)
 
@@ -253,11 +255,6 @@ def show_answers(
             for name, value in {**scores[when], **own}.items():
                 if (name in METRICS or name in own) and value is not None:
                     writer.add_scalar(f"score/{name}", value, at)
-
-
-def _fenced(text: str) -> str:
-    """Text that Markdown leaves as it is: indented, since a fence may be in it."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _literal(text: str) -> str:

@@ -159,12 +159,10 @@ def _plan_at_scale(request: Request) -> Plan:
     """
     if request.config.parallel.engine == "auto" and request.config.tuning.mode != "full":
         with suppress(DoesNotFitError):
-            return fastest_plan(request, _keeps_speed, explain=False)
+            return fastest_plan(
+                request, lambda draft: not engine_of(draft.sharing.engine).trades_speed, explain=False
+            )
     return fastest_plan(request, explain=False)
-
-
-def _keeps_speed(draft: Plan) -> bool:
-    return not engine_of(draft.sharing.engine).trades_speed
 
 
 def on_each_gpu(request: Request) -> dict[str, Request]:
