@@ -1,4 +1,4 @@
-"""Prompts in, answers out: batched, greedy by default, ending at the stop tokens of model and template."""
+"""Prompts in, answers out: batched, greedy, ending at the stop tokens of model and template."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -145,16 +145,13 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
     pictures: Pictures = NO_PICTURES,
-    **options: object,
 ) -> list[list[int]]:
-    """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
+    """Generates at most `max_new_tokens` after each prompt, greedily; returns them, with the stop token.
 
-    Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
-    A streamer receives tokens as they are generated. `pictures` are those of the prompts. Further options are
-    those of transformers' `generate`.
+    Prompts are padded on the left to a batch of [prompts, width]. A streamer receives tokens as they are
+    generated. `pictures` are those of the prompts.
 
     Raises:
         DataError: a prompt has a token that the model has no row for, or the file of a picture is gone.
@@ -167,8 +164,8 @@ def generate(
     # Unset values would come from the model's own generation config, whose penalties change a greedy answer.
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else 1.0,
+        do_sample=False,
+        temperature=1.0,
         num_beams=1,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
@@ -178,7 +175,7 @@ def generate(
     )
     # without gradients by itself; not in inference mode: what FSDP2 gathers in it could not be trained with
     seen = pictures.inputs(batch["input_ids"])
-    out = model.generate(**batch, **seen, generation_config=settings, streamer=streamer, **options)
+    out = model.generate(**batch, **seen, generation_config=settings, streamer=streamer)
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 

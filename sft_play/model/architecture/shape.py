@@ -116,12 +116,12 @@ def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
         raise _wrong(name, f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
 
 
-def setting(text: "PretrainedConfig", name: str, default: object = None) -> Any:
-    """A setting of the text part; the default if it has none, or one per layer (Gemma 4's head_dim)."""
+def setting(text: "PretrainedConfig", name: str) -> Any:
+    """A setting of the text part; None if it has none, or one per layer (Gemma 4's head_dim)."""
     try:
-        return getattr(text, name, default)
+        return getattr(text, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
-        return default
+        return None
 
 
 def _wrong(name: str, what: str) -> ConfigError:
