@@ -130,7 +130,7 @@ def measure(
     try:
         if device.type == "cuda":
             found = _on_cuda(build, spec, device, allowed_bytes)
-        elif spec.sharing.divided:
+        elif spec.sharing.sharded:
             model = build()
             found = two_steps(model, spec, device, CpuMeter(model))
         else:

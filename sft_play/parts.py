@@ -70,8 +70,8 @@ class Sharing:
         return self.replicas > 1
 
     @property
-    def divided(self) -> bool:
-        """Whether tensors are divided, though it may be for one process."""
+    def sharded(self) -> bool:
+        """Whether tensors are sharded, though it may be for one process."""
         return self.shards > 1 or self.offloads
 
     def traced(self, *, divides: bool) -> "Sharing":
@@ -81,11 +81,11 @@ class Sharing:
         return replace(self, engine="", world_size=shards * replicas, machines=1, replicas=replicas)
 
     @property
-    def divides_tokens(self) -> bool:
+    def sequence_parallel(self) -> bool:
         """Whether several processes have parts of the same micro-batch."""
         return self.sequence_ranks > 1
 
-    def own(self, tokens: int) -> int:
+    def tokens_of_rank(self, tokens: int) -> int:
         """The most tokens that a process has of a micro-batch of so many."""
         return -(-tokens // self.sequence_ranks)
 

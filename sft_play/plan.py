@@ -148,7 +148,7 @@ class Plan:
     @property
     def mlp_tile(self) -> int:
         """The most tokens that the MLP of a layer computes at a time; 0: all of a micro-batch."""
-        return self.activations.tile(self.sharing.own(self.rows.most_tokens))
+        return self.activations.tile(self.sharing.tokens_of_rank(self.rows.most_tokens))
 
     @property
     def rows_per_step(self) -> int:

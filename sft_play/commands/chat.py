@@ -54,7 +54,7 @@ class Dialogue:
     tools: list[dict[str, Any]] | None = None
     turns: list[Message] = field(default_factory=list)
     gallery: Gallery = Gallery()
-    begun: Message = field(default_factory=BLANK.copy)
+    draft: Message = field(default_factory=BLANK.copy)
 
     @property
     def messages(self) -> list[Message]:
@@ -64,17 +64,17 @@ class Dialogue:
 
     def begin(self) -> None:
         """Starts a new conversation."""
-        self.turns, self.begun = [], BLANK
+        self.turns, self.draft = [], BLANK
 
     def question(self, text: str) -> Message:
         """A message of the user, with the images before it, which are used up."""
-        begun, self.begun = self.begun, BLANK
-        return {**begun, "content": begun["content"] + text}
+        draft, self.draft = self.draft, BLANK
+        return {**draft, "content": draft["content"] + text}
 
     def take_back(self) -> None:
         """Removes the last message, which was not sent; its images are again those of the next one."""
         last = self.turns.pop()
-        self.begun = {**last, "role": "user", "content": MARK * last["content"].count(MARK)}
+        self.draft = {**last, "role": "user", "content": MARK * last["content"].count(MARK)}
 
 
 def run_chat_command(chat: Dialogue, line: str) -> str | None:
@@ -117,8 +117,8 @@ def _add_image(chat: Dialogue, reference: str) -> str:
         (message,) = chat.gallery.located(asked, "the chat").messages
     except DataError as error:
         return f"not added: {error}"
-    images = [*chat.begun.get("images", ()), *message["images"]]
-    chat.begun = {**BLANK, "content": MARK * len(images), "images": images}
+    images = [*chat.draft.get("images", ()), *message["images"]]
+    chat.draft = {**BLANK, "content": MARK * len(images), "images": images}
     return f"added; {len(images)} before your next message"
 
 

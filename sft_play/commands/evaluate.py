@@ -185,7 +185,7 @@ def evaluate_run(
     weights = finished_weights(config, run)
     require_same_base(config.model, run)  # also after full fine-tuning: the scores of the base are beside
     with quiet_libraries(run.log):
-        loaded = load_data(config, begun=True)
+        loaded = load_data(config, started=True)
         rows = _split_rows(loaded.rows, split)
         asked = questions(config, loaded.rows, split, loaded.tokenizer, limit)
         merged, left_out = merged_model(config, run, weights)

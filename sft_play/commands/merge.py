@@ -281,7 +281,7 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
     dtype = require_merged(run, adapter, output)
     output = output or run.merged
     with quiet_libraries(run.log):
-        data = load_data(config, begun=True).rows
+        data = load_data(config, started=True).rows
         held_out = data.val if data.val is not None else data.train
         first = held_out.select(range(min(TEST_ROWS, len(held_out))))
         pictures = Pictures.in_rows(data.recipe, first, data.cache_path)

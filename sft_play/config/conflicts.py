@@ -43,7 +43,7 @@ def _not_compiled(use_dora: bool, train: TrainConfig, parallel: ParallelConfig) 
         f"parallel.engine={parallel.engine}": parallel.engine != "auto"
         and not computes(SEVERAL[parallel.engine], train),
         f"parallel.offload={parallel.offload}": parallel.offload == "ram",
-        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.divides_tokens,
+        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.sequence_parallel,
     }
     return next((setting for setting, excluded in settings.items() if excluded), None)
 

@@ -46,7 +46,7 @@ class ParallelConfig(Section):
         return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
     @property
-    def divides_tokens(self) -> bool:
+    def sequence_parallel(self) -> bool:
         """Whether processes are to divide the tokens of a micro-batch, whatever the plan."""
         return self.sequence_ranks > 1
 

@@ -221,7 +221,7 @@ class RunConfig(Section):
             raise ValueError(problem)
         if problem := not_gathered(self.parallel):
             raise ValueError(problem)
-        if self.parallel.divides_tokens and (problem := needs_whole_rows(self.train)):
+        if self.parallel.sequence_parallel and (problem := needs_whole_rows(self.train)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_parallel_size} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"

@@ -29,12 +29,12 @@ class Fsdp2(Sharded):
         from sft_play.engines.shards import shard
 
         # a decomposition may find other signs in another process
-        like_first = config.tuning.mode != "full" and config.tuning.lora.init != "default"
+        from_first_rank = config.tuning.mode != "full" and config.tuning.lora.init != "default"
         shard(
             units,
             plan.device,
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.precision.dtype, plan.precision.autocast),
-            like_first=like_first,
+            from_first_rank=from_first_rank,
             replicas=plan.sharing.replicas,
             offload=plan.sharing.offloads,
             defers_exchange=plan.sharing.defers_exchange,

@@ -35,7 +35,7 @@ def shard(
     device: str,
     *,
     gathered_dtype: str | None = None,
-    like_first: bool = False,
+    from_first_rank: bool = False,
     replicas: int = 1,
     offload: bool = False,
     defers_exchange: bool = False,
@@ -50,7 +50,7 @@ def shard(
         units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its shards go, "cuda" or "cpu".
         gathered_dtype: that weights are gathered in; default their own.
-        like_first: take the weights of the first process, where others may have found different ones.
+        from_first_rank: take the weights of the first process, where others may have found different ones.
         replicas: how often the model is held, by as many processes each, which have consecutive ranks.
         offload: keep shards, their gradients and states in RAM, and copy a unit to the device for use.
         defers_exchange: whether gradients stay whole until the last micro-batch of a step.
@@ -67,7 +67,7 @@ def shard(
     # from pinned memory, which a CPU has no use for, a GPU copies while it computes
     away = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     for unit in units:
-        _put_to_use(unit, device, like_first)
+        _put_to_use(unit, device, from_first_rank)
         require_one_type(each for each in unit.parameters() if not isinstance(each, DTensor))
         with dividing_integers():
             fully_shard(
@@ -114,12 +114,12 @@ def mesh_of(device: str, replicas: int) -> DeviceMesh:
     return init_device_mesh(device, (replicas, processes // replicas), mesh_dim_names=("replica", "shard"))
 
 
-def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
+def _put_to_use(unit: torch.nn.Module, device: str, from_first_rank: bool) -> None:
     """Makes what is not divided yet of a unit ready to be: cast, quantized, and as in the first process."""
     for parameter in unit.parameters():
         if not isinstance(parameter, DTensor):
             put_to_use(parameter, device)
-            if like_first:
+            if from_first_rank:
                 sent = parameter.data.to(device)
                 distributed.broadcast(sent, src=0)
                 parameter.data.copy_(sent)

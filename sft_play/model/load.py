@@ -277,13 +277,13 @@ def load_data(
     *,
     progress: bool = True,
     hashes: bool = True,
-    begun: bool = False,
+    started: bool = False,
     trained: bool = False,
 ) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     A chat template that writes the date writes that of the day on which the run that is resumed began. With
-    `begun`, the run is one that has, whatever train.resume says. If rows are to be `trained`, settings that
+    `started`, the run is one that has, whatever train.resume says. If rows are to be `trained`, settings that
     do not go together with their images are an error.
 
     Raises:
@@ -296,7 +296,7 @@ def load_data(
     known = architecture.get_text_config().vocab_size
     _require_rows(tokenizer, known)
     run = Path(config.output.dir) / config.output.name
-    day = first_day(run if begun else continued_run(run, config.train.resume))
+    day = first_day(run if started else continued_run(run, config.train.resume))
     limit = position_limit(architecture)
     recipe = load_recipe(config, architecture, tokenizer)
     rows = prepare(

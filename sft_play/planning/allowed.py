@@ -125,7 +125,7 @@ def _attention(request: Request) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
     dtype, autocast = choose_precision(config, device)
     about = (asked, kind, capability, AUTOCAST.get(autocast, dtype))
-    if config.parallel.divides_tokens and asked == "auto":  # no package exchanges heads
+    if config.parallel.sequence_parallel and asked == "auto":  # no package exchanges heads
         about = (asked, "cpu", None, dtype)
     if kind == "cuda" and step_facts.has_attention_packages():  # depends on more than what it is asked about
         return step_facts.attention(architecture.config, *about)

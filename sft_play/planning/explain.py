@@ -60,7 +60,7 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
-    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.divides_tokens
+    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.sequence_parallel
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
     try:
@@ -87,13 +87,13 @@ def layer_kernels(
     return found
 
 
-def trained_besides(request: Request) -> list[str]:
+def also_trained(request: Request) -> list[str]:
     """What is trained beside adapters."""
     tuning, tokens = request.config.tuning, len(request.config.model.new_tokens)
     modules = tuning.lora.modules_to_save if tuning.mode != "full" else ()
     if not tokens and not modules:
         return []
-    return [found for found in request.architecture.ask(step_facts.trained_besides, tokens, modules) if found]
+    return [found for found in request.architecture.ask(step_facts.also_trained, tokens, modules) if found]
 
 
 def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[str]:

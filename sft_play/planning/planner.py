@@ -17,13 +17,13 @@ from sft_play.planning.budget import memory_reasons
 from sft_play.planning.candidates.drafts import draft_reasons
 from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.candidates.weights_alone import not_too_large
-from sft_play.planning.explain import profile_reasons, step_reasons, trained_besides
+from sft_play.planning.explain import also_trained, profile_reasons, step_reasons
 from sft_play.planning.request import Request
 from sft_play.planning.search.choice import TIE, choose_plan
 from sft_play.planning.speed.clock import plan_clock, with_range
 from sft_play.planning.speed.devices import profile_of
 from sft_play.planning.speed.measured_speed import corrected_clock, speeds_of
-from sft_play.reasons.choices import tokens_divided
+from sft_play.reasons.choices import sequence_parallel
 from sft_play.reasons.evidence import assumed_rows, unknown_free_memory
 from sft_play.sizing.estimate.corrections import corrected_estimator, records_of
 
@@ -78,7 +78,7 @@ def fastest_plan(request: Request, accept: Accept = every, *, explain: bool = Tr
         for plan in found
         if plan is not chosen and plan.step_seconds and chosen.step_seconds
     ]
-    reason = tokens_divided(chosen.sharing.sequence_ranks, slower, ruled_out)
+    reason = sequence_parallel(chosen.sharing.sequence_ranks, slower, ruled_out)
     return replace(chosen, why=(*chosen.why, reason))
 
 
@@ -88,7 +88,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool) -> Pl
     allowed, of_rows = allowed_plans(request)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
-    more = [*trained_besides(request), *of_rows]
+    more = [*also_trained(request), *of_rows]
     more += [] if facts.seen else [assumed_rows(len(facts.lengths), facts.longest_row)]
     if (budget := request.budget) is None:
         plan, why = choose_plan(config, drafts, None, None)
@@ -183,7 +183,7 @@ def _saves_memory(config: RunConfig, plan: Plan) -> bool:
     Of whole rows, recomputing them does not count: groups that would not have to are left out.
     """
     train, auto = config.train, config.train.asked_activations == "auto"
-    divided = plan.sharing.divides_tokens
+    divided = plan.sharing.sequence_parallel
     recomputes = plan.offloads_activations or (plan.activations.recomputes and divided)
     in_ram = config.parallel.offload == "auto" and plan.sharing.offloads
     return in_ram or (auto and recomputes) or (plan.activations.in_tiles and not train.asks_tiles)

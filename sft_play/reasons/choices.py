@@ -35,7 +35,7 @@ def group_of(values: Mapping[str, Any]) -> int:
 def rows_in_a_micro_batch(plan: Plan) -> str:
     """How many tokens a micro-batch has, and how its rows lie."""
     tokens = f"at most {plan.rows.most_tokens:,} tokens in a micro-batch"
-    if plan.sharing.divides_tokens:
+    if plan.sharing.sequence_parallel:
         tokens += f", divided among {plan.sharing.sequence_ranks} processes"
     if plan.rows.joined:
         return f"{tokens}: rows joined end to end, none padded"
@@ -208,7 +208,7 @@ def states_on_disk(files: str, folder: str, saved_bytes: int) -> str:
     )
 
 
-def tokens_divided(ranks: int, slower: list[tuple[int, float]], ruled_out: bool) -> str:
+def sequence_parallel(ranks: int, slower: list[tuple[int, float]], ruled_out: bool) -> str:
     """Whether processes divide the tokens of a micro-batch, which nobody asked for, and the other ways.
 
     Args:

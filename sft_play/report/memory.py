@@ -12,7 +12,7 @@ from sft_play.report.tables import MISSING, formatted, memory_line, said_of
 from sft_play.units import counted, format_bytes, format_duration
 
 Tree = Mapping[str, Any]
-BESIDES = ("reserved", "process")  # what the allocator reserved, and what the driver counts
+OF_NO_PHASE = ("reserved", "process")  # what the allocator reserved, and what the driver counts
 
 
 def phase_table(memory: Tree, measured: Mapping[str, int] | None = None) -> Table:
@@ -25,7 +25,7 @@ def phase_table(memory: Tree, measured: Mapping[str, int] | None = None) -> Tabl
         compared = (formatted(found, format_bytes), difference) if measured else ()
         share = formatted(size and budget and size / budget, "{:.1%}".format)
         rows.append((name, formatted(size, format_bytes), *compared, share))
-    peaks = {name: size for name, size in (measured or sizes).items() if name not in BESIDES}
+    peaks = {name: size for name, size in (measured or sizes).items() if name not in OF_NO_PHASE}
     top = max(peaks, key=peaks.__getitem__, default="")
     compared = ("measured", "difference") if measured else ()
     return Table(
@@ -108,7 +108,7 @@ def probe_report(plan: Tree, result: Tree) -> RenderableType:
     """Measured against predicted memory by phase, for a plan that fits; arguments as in `probe_line`."""
     memory = plan["memory"] or {}
     predicted = (result["expected"] or memory.get("phases", {})) | {
-        name: memory[f"{name}_bytes"] for name in BESIDES if memory.get(f"{name}_bytes")
+        name: memory[f"{name}_bytes"] for name in OF_NO_PHASE if memory.get(f"{name}_bytes")
     }
     measured = dict(result["phases"])
     if result["reserved_bytes"] is not None:

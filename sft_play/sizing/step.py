@@ -295,7 +295,7 @@ class StepSpec:
         A part of a row may have the next token of each of its own.
         """
         rows, row_tokens = batch.shape
-        if self.sharing.divides_tokens:
+        if self.sharing.sequence_parallel:
             return max(1, round((self.supervised_share if share is None else share) * row_tokens))
         tokens, share = rows * row_tokens, self.supervised_share if share is None else share
         return max(1, min(round(share * tokens), tokens - rows))

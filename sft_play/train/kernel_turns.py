@@ -108,7 +108,7 @@ def rivals_of(job: Job, step_seconds: float) -> dict[str, Rival]:
     """
     plan = job.plan
     several = plan.sharing.world_size > 1
-    together = several and (engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens)
+    together = several and (engine_of(plan.sharing.engine).shards_weights or plan.sharing.sequence_parallel)
     if job.checkpoint is not None or together or plan.memory is None:
         return {}
     request, known, found = request_of(job), read_verdicts(_path(job)), dict[str, Rival]()

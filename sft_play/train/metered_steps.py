@@ -11,7 +11,7 @@ from sft_play.plan import Plan
 from sft_play.sizing.meters.phases import PhaseMeter
 
 STEPS = 2
-BESIDES = "between steps"  # where a checkpoint is saved, for example
+BETWEEN_STEPS = "between steps"  # where a checkpoint is saved, for example
 
 
 class MeteredSteps(TrainerCallback):
@@ -32,7 +32,7 @@ class MeteredSteps(TrainerCallback):
         """Attributes memory to a phase from here on."""
         if self._meter:
             counts = self.trainer.state.global_step >= self.first
-            self._meter.begin(phase if counts else BESIDES)
+            self._meter.begin(phase if counts else BETWEEN_STEPS)
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begins if no step comes before the first of them."""
@@ -54,11 +54,11 @@ class MeteredSteps(TrainerCallback):
 
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """What follows belongs to no phase of a step."""
-        self.begin(BESIDES)
+        self.begin(BETWEEN_STEPS)
 
     def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """As after a step."""
-        self.begin(BESIDES)
+        self.begin(BETWEEN_STEPS)
 
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """The first step may have been the last one."""
@@ -70,7 +70,9 @@ class MeteredSteps(TrainerCallback):
     def _end(self) -> None:
         if self._meter:
             self._meter.__exit__()
-            self.phases = {name: peak for name, peak in (self._meter.peaks or {}).items() if name != BESIDES}
+            self.phases = {
+                name: peak for name, peak in (self._meter.peaks or {}).items() if name != BETWEEN_STEPS
+            }
             self._meter = None
 
 

@@ -56,7 +56,7 @@ def probe(session: Session) -> ProbeResult:
     rows = step_of_highest(session.rows.dataset, plan)
     with as_it_was(trainer), spinner("  probe: two steps and an evaluation at the largest batch"):
         # where weights or tokens are divided, any pass needs all ranks
-        together = engine_of(plan.sharing.engine).shards_weights or plan.sharing.divides_tokens
+        together = engine_of(plan.sharing.engine).shards_weights or plan.sharing.sequence_parallel
         alone = plan.sharing.world_size == 1 or together or fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):

@@ -19,7 +19,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.job import Job
 from sft_play.machine.host import usable_cores
 from sft_play.model.architecture.shape import flop_sizes, flops_per_token, units_of
-from sft_play.model.attention.sequence_parallel import divided_micro_batches, part_of_group
+from sft_play.model.attention.sequence_parallel import part_of_group, sequence_parallel_micro_batches
 from sft_play.model.attention.table import ATTENTIONS
 from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
@@ -206,7 +206,7 @@ def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Colla
         )
         return with_pictures(collator_of, batches.rows, look, ahead, always=always)
     part, collator = part_of_group(*_division(job)), collator_of(batches.rows)
-    return divided_micro_batches(collator, part, pad_id) if part else collator
+    return sequence_parallel_micro_batches(collator, part, pad_id) if part else collator
 
 
 def _division(job: Job) -> tuple[int, float]:

@@ -75,7 +75,7 @@ def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: 
         if plan.rows.joined:
             check_isolation(model, plan, accelerator.device)
         if part:
-            check_divided(model, part, accelerator.device)
+            check_sequence_parallel(model, part, accelerator.device)
     if announce:
         print_banner(trainer, plan, [(rank, device) for rank, device, _ in members])
 
@@ -223,7 +223,7 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
         )
 
 
-def check_divided(model: PreTrainedModel, part: Part, device: torch.device) -> None:
+def check_sequence_parallel(model: PreTrainedModel, part: Part, device: torch.device) -> None:
     """Raises a ConfigError if a rank's logits for its part of the tokens are not those for all tokens.
 
     Some architectures let tokens see each other elsewhere than in attention. All ranks call it.

@@ -37,6 +37,6 @@ def _against_images(config: RunConfig, model_type: str) -> str | None:
         "train.compile=true": train.asks_compile,
         "train.neftune_noise_alpha": train.neftune_noise_alpha is not None,
         f"model.attention={attention}": attention not in ("auto", "varlen_sdpa"),
-        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.divides_tokens,
+        f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": parallel.sequence_parallel,
     }
     return next((setting for setting, excluded in settings.items() if excluded), None)

@@ -102,7 +102,7 @@ def other_signs() -> Iterator[None]:
 @contextmanager
 def boundaries_lost() -> Iterator[None]:
     """In the block, attention over divided tokens takes all joined rows for one."""
-    divided = session.divided_micro_batches
+    divided = session.sequence_parallel_micro_batches
 
     def losing(collate: Any, *others: Any) -> Any:
         def as_one(rows: Any) -> Any:
@@ -111,11 +111,11 @@ def boundaries_lost() -> Iterator[None]:
 
         return divided(as_one, *others)
 
-    session.divided_micro_batches = losing
+    session.sequence_parallel_micro_batches = losing
     try:
         yield
     finally:
-        session.divided_micro_batches = divided
+        session.sequence_parallel_micro_batches = divided
 
 
 def main(path: Path) -> int:

@@ -48,7 +48,7 @@ def lora_config(
             that takes too long.
     """
     require_quick_patterns(lora, (name for name, _ in model.named_modules()))
-    besides = _trained_besides(lora, model, new_ids)
+    besides = _also_trained(lora, model, new_ids)
     targets = _targets(lora, model, besides["modules_to_save"] or [], seeing)
     if targets.experts and (lora.dropout or lora.use_dora or lora.init != "default"):
         setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
@@ -114,7 +114,7 @@ def _require_inner_layers(model: PreTrainedModel, targets: Sequence[str]) -> Non
             )
 
 
-def _trained_besides(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int]) -> dict[str, Any]:
+def _also_trained(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int]) -> dict[str, Any]:
     """PEFT's settings for what is trained beside the adapters."""
     whole, rows = modules_to_save(model, lora.modules_to_save), trained_rows(model, new_ids)
     found: dict[str, Any] = {"modules_to_save": whole or None, "trainable_token_indices": rows}

@@ -52,7 +52,7 @@ def part_of_group(ranks: int, timeout_s: float) -> Part | None:
 _PARTS: WeakKeyDictionary[Any, dict[tuple[int, float], Part]] = WeakKeyDictionary()
 
 
-def divided_micro_batches(collate: Collator, part: Part, pad_id: int) -> Collator:
+def sequence_parallel_micro_batches(collate: Collator, part: Part, pad_id: int) -> Collator:
     """The part of a joined micro-batch that a rank computes with, [1, tokens / ranks].
 
     Labels are shifted before tokens are divided, since the next token of the last one is on the next rank.
@@ -66,7 +66,7 @@ def divided_micro_batches(collate: Collator, part: Part, pad_id: int) -> Collato
 
 
 def divide(batch: Batch, part: Part, pad_id: int) -> Batch:
-    """A rank's part of a batch of joined rows, as `divided_micro_batches` has it."""
+    """A rank's part of a batch of joined rows, as `sequence_parallel_micro_batches` has it."""
     lengths = list(batch["sequence_lengths"])
     missing = -sum(lengths) % part.ranks
     shifted = pad(batch["labels"][:, 1:], (0, 1 + missing), value=IGNORED)
@@ -129,7 +129,7 @@ def repeated_heads(heads: int, key_heads: int, ranks: int) -> int:
     return next(times for times in range(1, groups + 1) if groups % times == key_heads * times % ranks == 0)
 
 
-def attend_divided(
+def attend_in_parallel(
     attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,

@@ -26,7 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sft_play.choices.kernels import Capability
 from sft_play.errors import ConfigError
-from sft_play.model.attention.sequence_parallel import attend_divided
+from sft_play.model.attention.sequence_parallel import attend_in_parallel
 from sft_play.model.attention.table import FLASH, JOINED, NAME
 from sft_play.upstream.patching import lasting
 from sft_play.upstream.torch import without_cudnn_attention
@@ -203,7 +203,7 @@ def varlen_sdpa(
         scale=scaling,
     )
     if sequence_group is not None:
-        return attend_divided(attend, query, key, value, sequence_group, s_aux), None
+        return attend_in_parallel(attend, query, key, value, sequence_group, s_aux), None
     out = attend(query, key, value, s_aux)
     if two_way_blocks:
         options = dict(dropout_p=dropout, scale=scaling)

@@ -142,7 +142,7 @@ def longest_row(
     return LongestRow(longest, limit, request.config.parallel.sequence_ranks, fits, plan, speed)
 
 
-def longest_divided_row(
+def longest_row_in_groups(
     request: Request, asked: int | None, *, whole: LongestRow, tried: Tried
 ) -> LongestRow | None:
     """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
@@ -279,7 +279,7 @@ def _searched(request: Request, asked: int | None) -> tuple[list[dict[str, objec
     tried = Tried()
     try:
         whole = longest_row(request, asked, tried=tried)
-        divided = longest_divided_row(request, asked, whole=whole, tried=tried)
+        divided = longest_row_in_groups(request, asked, whole=whole, tried=tried)
     except (ConfigError, DoesNotFitError) as error:
         return [{"longest": None, "problem": str(error).splitlines()[0]}], None
     return [row.to_json() for row in (whole, divided) if row], whole.limit

@@ -64,16 +64,16 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             f"train.compile=true does not work with model.attention={attention}: layers are compiled around "
             f"{NAME} only; set model.attention={NAME}, or train.compile=false"
         )
-    if besides := _besides_dense_layers(architecture):
+    if other := _other_than_dense(architecture):
         raise ConfigError(
             "train.compile=true compiles only layers made of attention and a dense MLP, and "
-            f"{architecture.facts.model_type} has {besides}; set train.compile=false"
+            f"{architecture.facts.model_type} has {other}; set train.compile=false"
         )
     if config.train.float8:
         _require_float8(architecture, dtype, autocast)
 
 
-def _besides_dense_layers(architecture: Architecture) -> str | None:
+def _other_than_dense(architecture: Architecture) -> str | None:
     """What the decoder layers have besides attention and a dense feed-forward part; None if nothing."""
     if architecture.modules.experts:
         return "experts"
@@ -125,13 +125,13 @@ def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictu
         and engine.compiles_layers
         and not engine.shards_weights  # ranks would wait for one whose trial fails
         and not plan.sharing.offloads
-        and not plan.sharing.divides_tokens
+        and not plan.sharing.sequence_parallel
         and plan.activations.policy != "offload"
         and not plan.activations.in_tiles
         and plan.attention == NAME
         and (config.tuning.mode == "full" or dtype == AUTOCAST.get(autocast, "float32"))
         and COMPILED.runs_on(plan.device, plan.compute_capability)
-        and not _besides_dense_layers(architecture)
+        and not _other_than_dense(architecture)
     )
 
 

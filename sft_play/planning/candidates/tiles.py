@@ -42,7 +42,7 @@ def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
     """
     found = []
     for draft in drafts:
-        most = min(MOST, draft.sharing.own(draft.rows.most_tokens) // TILE_TOKENS)
+        most = min(MOST, draft.sharing.tokens_of_rank(draft.rows.most_tokens) // TILE_TOKENS)
         counts = (1, most) if train.mlp_tiles == "auto" else (train.mlp_tiles,)
         for count in counts if draft.activations.recomputes else (1,):
             tiled = replace(draft.activations, mlp_tiles=count)

@@ -23,12 +23,12 @@ def not_too_large(
     here = [draft for draft in drafts if not draft.sharing.offloads]
     held = {id(draft): held_bytes(config, architecture, draft) for draft in here}
     least = min(held.values(), default=0)
-    beyond = [draft for draft in here if held[id(draft)] > max(budget_bytes, least)]
-    if not beyond:
+    too_large = [draft for draft in here if held[id(draft)] > max(budget_bytes, least)]
+    if not too_large:
         return list(drafts), []
-    gone = set(map(id, beyond))
-    names = dict.fromkeys(label_of(each.sharing.engine, each.sharing.replicas) for each in beyond)
-    weights = min(weight_bytes(config, architecture, each) for each in beyond)
+    gone = set(map(id, too_large))
+    names = dict.fromkeys(label_of(each.sharing.engine, each.sharing.replicas) for each in too_large)
+    weights = min(weight_bytes(config, architecture, each) for each in too_large)
     needs_states = weights <= budget_bytes
     size = min(held[key] for key in gone) if needs_states else weights
     reason = ruled_out(", ".join(names), size, with_states=needs_states)

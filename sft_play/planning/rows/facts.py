@@ -26,7 +26,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.model.weights.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.candidates.batch import BatchSplit, evaluation_batches
-from sft_play.planning.rows.divided_tokens import most_of_a_rank
+from sft_play.planning.rows.tokens_of_ranks import most_of_a_rank
 from sft_play.sizing.estimate.micro_batches import front
 from sft_play.sizing.facts.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.step import OWN_TOKEN, TOKEN_BYTES, JoinedRows, MicroBatch, PaddedRows, RunBatches
@@ -327,7 +327,7 @@ class DataFacts:
             fits = self.eval_pictures.of(rows)
             if plan.rows.joined:
                 joined = JoinedRows(int(lengths.sum()))
-                if plan.sharing.divides_tokens and self.eval_spans is not None:
+                if plan.sharing.sequence_parallel and self.eval_spans is not None:
                     spans, begins = self.eval_spans[rows], np.zeros(1, dtype=np.int64)
                     supervised = int(most_of_a_rank(lengths, spans, begins, plan.sharing.sequence_ranks)[0])
                 found.append(MicroBatch(joined, supervised, tuple(lengths.tolist()), fits=fits))

@@ -106,7 +106,7 @@ def plan_clock(
     def seconds(run: RunConfig, plan: Plan) -> float | None:
         engine = engine_of(plan.sharing.engine)
         collectives = collectives_with(plan.sharing.replicas) if link else None
-        sends = engine.shards_weights or plan.sharing.divides_tokens
+        sends = engine.shards_weights or plan.sharing.sequence_parallel
         unknown = link and collectives is None and sends and processes > 1
         if profile is None or unknown:
             return None

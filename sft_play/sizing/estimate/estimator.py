@@ -87,8 +87,8 @@ class Traces:
         return self._any_step(replace(spec, compiled=False))
 
     def _any_step(self, spec: StepSpec) -> Step:
-        if spec.sharing.divided in self._untraceable:
-            raise self._untraceable[spec.sharing.divided]
+        if spec.sharing.sharded in self._untraceable:
+            raise self._untraceable[spec.sharing.sharded]
         spec = self._on_device(spec)
         if not spec.activations.apart:
             return self._step_of(spec)
@@ -194,11 +194,11 @@ class Traces:
             from sft_play.sizing.trace.trace import trace_step
 
         try:
-            whole = self._all_layers.get(spec.sharing.divided, False)
+            whole = self._all_layers.get(spec.sharing.sharded, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
             if not spec.compiled:
-                self._untraceable[spec.sharing.divided] = error
+                self._untraceable[spec.sharing.sharded] = error
             raise
         self._add(spec, trace)
         self.count += 1
@@ -208,7 +208,7 @@ class Traces:
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
-        self._all_layers[spec.sharing.divided] = not trace.stand_ins
+        self._all_layers[spec.sharing.sharded] = not trace.stand_ins
 
 
 BatchesOf = Callable[[Plan], RunBatches]  # of a plan

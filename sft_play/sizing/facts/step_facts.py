@@ -75,7 +75,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     return depends_on_lengths(config, spec)
 
 
-def trained_besides(
+def also_trained(
     config: "PretrainedConfig", tokens: int, names: tuple[str, ...]
 ) -> tuple[str | None, str | None]:
     """The rows of so many new tokens, and the modules that an adapter's modules_to_save names.

@@ -99,7 +99,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     fake = KeepingFakeMode(allow_non_fake_inputs=True)
     with fake, _target_device(spec), unpacking_for_dora(), features_unchecked(), without_marks():
-        run = _run_shards if spec.sharing.divided else _run_whole
+        run = _run_shards if spec.sharing.sharded else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
 
@@ -125,7 +125,7 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
 
 def _group_of(spec: StepSpec) -> AbstractContextManager[None]:
     """A process group for the processes that divide tokens, if there are any."""
-    if not spec.sharing.divides_tokens:
+    if not spec.sharing.sequence_parallel:
         return nullcontext()
     from sft_play.sizing.trace.sharded import silent_group
 
@@ -251,7 +251,7 @@ def _optimizer_with_states(
         for parameter in (p for p in parameters if owner_of[p] == owner):
             if not spec.accumulates:
                 parameter.grad = None
-            elif not spec.sharing.divided or (copied and parameter.grad is not None):
+            elif not spec.sharing.sharded or (copied and parameter.grad is not None):
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")
@@ -331,7 +331,7 @@ def make_batch(
     if spec.joined:
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
     add_empty(batch, look, spec.eval_fits if evaluation else spec.fits)
-    if spec.sharing.divides_tokens:
+    if spec.sharing.sequence_parallel:
         with making_real_tensors():
             part = part_of_group(spec.sharing.sequence_ranks, GROUP_TIMEOUT_S)
         assert part
@@ -365,7 +365,7 @@ def run_step(
     recorder.begin("optimizer")
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors
-    foreach = spec.device == "cuda" and not spec.sharing.divided
+    foreach = spec.device == "cuda" and not spec.sharing.sharded
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -76,7 +76,7 @@ def test_a_question_is_forgotten_with_its_calls_and_their_results():
 
 def test_a_message_that_was_not_sent_leaves_its_images_to_the_next_one():
     image = {"role": "user", "content": MARK, "images": ["1.png"]}
-    chat = Dialogue(begun=image)
+    chat = Dialogue(draft=image)
     chat.turns += [chat.question("what is it?")]
     assert chat.turns == [image | {"content": f"{MARK}what is it?"}]
     chat.take_back()

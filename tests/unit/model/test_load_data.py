@@ -15,7 +15,7 @@ from tests.conftest import VOCABULARY
 
 @pytest.fixture
 def load(tiny_model, tmp_path, monkeypatch):
-    """`load(rows, model=..., data={...}, begun=...)` loads rows for the run tmp_path/runs/run."""
+    """`load(rows, model=..., data={...}, started=...)` loads rows for the run tmp_path/runs/run."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "rows.jsonl"
 
@@ -70,10 +70,10 @@ def test_the_rows_of_a_resumed_run_have_the_day_on_which_it_began(load, tmp_path
         return loaded(**settings).stats["rendered_as_of"]
 
     new = day(resume="auto")
-    assert new >= str(date(2026, 1, 1)) and day(begun=True) >= new
+    assert new >= str(date(2026, 1, 1)) and day(started=True) >= new
     (run / "data.json").write_text('{"rendered_as_of": "2024-02-29"}')
     checkpoint = str(run / "checkpoints" / "checkpoint-2")
-    assert {day(resume="auto"), day(resume=checkpoint), day(begun=True)} == {"2024-02-29"}
+    assert {day(resume="auto"), day(resume=checkpoint), day(started=True)} == {"2024-02-29"}
     assert day(resume="never") >= new
     first = loaded(resume="auto").digests()
     shutil.rmtree(tmp_path / "cache")

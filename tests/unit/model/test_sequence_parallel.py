@@ -8,9 +8,9 @@ from sft_play.errors import ConfigError
 from sft_play.model.attention.sequence_parallel import (
     KEY,
     Part,
-    divided_micro_batches,
     part_of_group,
     repeated_heads,
+    sequence_parallel_micro_batches,
 )
 from sft_play.model.collators import joined_micro_batches
 from sft_play.parts import IGNORED
@@ -27,7 +27,7 @@ ROWS = Dataset.from_list(
 def parts(ranks: int) -> list[dict]:
     collate = joined_micro_batches(ROWS, "lengths")
     return [
-        divided_micro_batches(collate, Part(rank, ranks, None), pad_id=0)([{"rows": [0, 1]}])
+        sequence_parallel_micro_batches(collate, Part(rank, ranks, None), pad_id=0)([{"rows": [0, 1]}])
         for rank in range(ranks)
     ]
 

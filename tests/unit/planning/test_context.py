@@ -140,7 +140,7 @@ def divided(run, model, processes: int, asked=None):
     """The row without groups, and the one with them."""
     on_gpus, tried = request(run, model, processes), context.Tried()
     whole = longest_row(on_gpus, asked, tried=tried)
-    return whole, context.longest_divided_row(on_gpus, asked, whole=whole, tried=tried)
+    return whole, context.longest_row_in_groups(on_gpus, asked, whole=whole, tried=tried)
 
 
 def on_ddp(memory_gib: float, **train):
@@ -205,7 +205,7 @@ def test_what_cannot_be_divided_has_no_such_row():
     run = on_ddp(1.7, padding_free=False)
     whole = LongestRow(GRAIN, "memory", 1, None, None, None)
     asked = request(run, architecture(10**6), 4)
-    assert context.longest_divided_row(asked, None, whole=whole, tried=context.Tried()) is None
+    assert context.longest_row_in_groups(asked, None, whole=whole, tried=context.Tried()) is None
 
 
 def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_why(monkeypatch):

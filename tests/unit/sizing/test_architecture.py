@@ -21,7 +21,7 @@ ASKED = [
     (step_facts.attention, "auto", "cuda", (8, 0), "bfloat16"),
     (step_facts.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (step_facts.attention_kernel, StepSpec(mode="lora")),
-    (step_facts.trained_besides, 2, ("embed_tokens",)),
+    (step_facts.also_trained, 2, ("embed_tokens",)),
 ]
 
 
@@ -46,7 +46,7 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     assert [again.ask(*asked) for asked in ASKED] == first
     for other in (
         (step_facts.attention, "auto", "cuda", (7, 5), "float16"),
-        (step_facts.trained_besides, 3, ("embed_tokens",)),
+        (step_facts.also_trained, 3, ("embed_tokens",)),
         (step_facts.attention_kernel, StepSpec(mode="full")),
     ):
         with pytest.raises(AssertionError, match="loaded"):
@@ -67,11 +67,11 @@ def test_facts_of_the_config_are_known_without_its_modules(monkeypatch):
 
 
 def test_an_error_is_not_kept():
-    named = (step_facts.trained_besides, 0, ("none",))
+    named = (step_facts.also_trained, 0, ("none",))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no module of LlamaForCausalLM is named 'none'"):
             Architecture.of(small_config("llama", WIDE)).ask(*named)
-    assert recall("trained_besides", Architecture.of(small_config("llama", WIDE)).text, *named[1:]) is None
+    assert recall("also_trained", Architecture.of(small_config("llama", WIDE)).text, *named[1:]) is None
 
 
 def test_code_of_a_models_own_is_asked_every_time():

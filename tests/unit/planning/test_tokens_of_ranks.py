@@ -10,8 +10,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.batching import make_schedule
 from sft_play.data.store import IGNORED
 from sft_play.model.attention.sequence_parallel import Part, divide
-from sft_play.planning.rows.divided_tokens import most_of_a_rank
 from sft_play.planning.rows.facts import DataFacts, RowSizes
+from sft_play.planning.rows.tokens_of_ranks import most_of_a_rank
 
 Row = list[int]  # labels
 
