@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any, Literal
 
@@ -120,13 +120,11 @@ def longest_row(
         ConfigError: settings contradict each other, the model or the machine.
     """
     most = request.architecture.facts.position_limit or MAX_UNSTATED
-    known: dict[int, float] = {}
     seen = tried or Tried()
 
+    @cache
     def use(tokens: int) -> float:
-        if tokens not in known:
-            known[tokens] = _use(_with_rows_of(request, tokens), seen)
-        return known[tokens]
+        return _use(_with_rows_of(request, tokens), seen)
 
     fits = None if asked is None else use(asked) <= 1
     longest = longest_multiple(use, most, first=first)

@@ -9,6 +9,7 @@ with its age.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -162,10 +163,14 @@ def speed_path(
     architecture: str, device: str, config: RunConfig, plan: Plan, profile: DeviceProfile | None
 ) -> Path:
     """Where the speeds of a run's plans are kept, in proportion to what this profile predicts."""
-    sharing = Sharing(engine="", world_size=plan.sharing.world_size, machines=plan.sharing.machines)
-    whatever = replace(plan, sharing=sharing, activations=Activations())
-    path = record_path(architecture, device, config, whatever)
+    path = record_path(architecture, device, config, in_common(plan))
     return entry("speeds", path.name, profile and profile.to_json())
+
+
+def in_common(plan: Plan) -> Plan:
+    """What the plans have in common that a run may have instead of this one."""
+    sharing = Sharing(engine="", world_size=plan.sharing.world_size, machines=plan.sharing.machines)
+    return replace(plan, sharing=sharing, activations=Activations())
 
 
 def read_speed(path: Path, now: Callable[[], float] = time.time) -> MeasuredSpeed:
@@ -185,15 +190,8 @@ def write_times(path: Path, timed: Sequence[Timing], now: Callable[[], float] = 
 
 def speeds_of(architecture: str, device: str, profile: DeviceProfile | None) -> SpeedOf:
     """A function that gives the speed of a run's plans; it reads each file once."""
-    known: dict[Path, MeasuredSpeed] = {}
-
-    def speed_of(config: RunConfig, plan: Plan) -> MeasuredSpeed:
-        path = speed_path(architecture, device, config, plan, profile)
-        if path not in known:
-            known[path] = read_speed(path)
-        return known[path]
-
-    return speed_of
+    read = cache(read_speed)
+    return lambda config, plan: read(speed_path(architecture, device, config, plan, profile))
 
 
 def corrected_clock(clock: Clock, speed_of: SpeedOf, tokens_of: Callable[[Plan], float]) -> Clock:

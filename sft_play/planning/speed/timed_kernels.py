@@ -10,9 +10,8 @@ from pydantic import TypeAdapter
 
 from sft_play.cache import entry, read_value, update_value, write_value
 from sft_play.config.schema import RunConfig
-from sft_play.parts import Activations, Sharing
 from sft_play.plan import Plan
-from sft_play.planning.speed.measured_speed import HALF_LIFE_S
+from sft_play.planning.speed.measured_speed import HALF_LIFE_S, in_common
 from sft_play.sizing.estimate.corrections import record_path
 from sft_play.units import format_duration
 
@@ -68,9 +67,8 @@ class Verdict:
 
 def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
     """Where it is kept for all plans that a run may have instead of this one."""
-    sharing = Sharing(engine="", world_size=plan.sharing.world_size, machines=plan.sharing.machines)
-    whatever = replace(plan, sharing=sharing, activations=Activations(), kernels="own", compile=False)
-    return entry("kernels", record_path(architecture, device, config, whatever).name)
+    plain = replace(in_common(plan), kernels="own", compile=False)
+    return entry("kernels", record_path(architecture, device, config, plain).name)
 
 
 def read_verdicts(path: Path, now: Callable[[], float] = time.time) -> dict[str, Verdict]:

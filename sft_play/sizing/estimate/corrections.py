@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,8 @@ def read_record(path: Path) -> Record:
 
 def records_of(architecture: str, device: str) -> RecordOf:
     """A function that gives the record of a plan's kind of step; it reads each file once."""
-    known: dict[Path, Record] = {}
-
-    def record_of(config: RunConfig, plan: Plan) -> Record:
-        path = record_path(architecture, device, config, plan)
-        if path not in known:
-            known[path] = read_record(path)
-        return known[path]
-
-    return record_of
+    read = cache(read_record)
+    return lambda config, plan: read(record_path(architecture, device, config, plan))
 
 
 def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
