@@ -11,7 +11,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch.accelerate_config import config_file
 from sft_play.launch.link import Link
-from sft_play.launch.nodes import ALONE, LOOPBACK, Nodes, interface_towards
+from sft_play.launch.nodes import ALONE, Nodes, interface_of
 from sft_play.launch.ranks import (
     PLAN_VARIABLE,
     PROCESSES_VARIABLE,
@@ -99,9 +99,8 @@ def launch_command(
     for name, value in flags.items():
         options += [f"--{name}", str(value)]
     argv = (sys.executable, "-m", LAUNCHER_MODULE, *options, *script)
-    interface = interface_towards(nodes.main_address if nodes.count > 1 else LOOPBACK)
     ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
-    return Launch(argv, script[0], launch_environment(device, processes, interface), ranks)
+    return Launch(argv, script[0], launch_environment(device, processes, interface_of(nodes)), ranks)
 
 
 def launch_environment(device: str, processes: int, interface: str | None) -> dict[str, str]:

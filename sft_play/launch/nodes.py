@@ -27,6 +27,7 @@ class Nodes:
     rank: int = 0
     main_address: str = LOOPBACK
     main_port: int = 0
+    peer: str | None = None  # an address of another machine, if this one is the first
 
 
 ALONE = Nodes()
@@ -115,18 +116,42 @@ def wait_until_reached(nodes: Nodes, timeout_s: float) -> None:
         time.sleep(RETRY_S)
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`; None if unknown.
+def interface_of(nodes: Nodes) -> str | None:
+    """The network interface through which this machine reaches the others of a run; None if unknown.
 
-    By default, gloo and NCCL use the interface that the machine's own name resolves to, often loopback.
+    By default, gloo and NCCL use the interface that the machine's own name resolves to, often loopback. So it
+    may be with the name of machine 0, as Debian writes /etc/hosts: then the way to another machine counts.
     """
+    if nodes.count == 1:
+        return interface_towards(LOOPBACK)
+    found, loopback = interface_towards(nodes.main_address), interface_towards(LOOPBACK)
+    if nodes.peer and found == loopback and not _is_address(nodes.main_address):
+        return interface_towards(nodes.peer)
+    return found
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is an IP address, and no name."""
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
+def address_towards(address: str) -> str | None:
+    """The address that this machine has to whoever it reaches at `address`; None if unknown."""
     try:
         family, kind, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing
-            local = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface through which this machine reaches `address`; None if unknown."""
+    local = address_towards(address)
     for name, found in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == local for one in found):
             return name

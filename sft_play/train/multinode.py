@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.link import Link
-from sft_play.launch.nodes import Nodes, free_port
+from sft_play.launch.nodes import Nodes, address_towards, free_port
 from sft_play.launch.ranks import RankExit
 from sft_play.plan import Plan
 from sft_play.spelling import var
@@ -50,8 +50,9 @@ def agree_on_plan(job: Job, link: Link) -> tuple[Job, Nodes]:
         SftPlayError: another machine failed before.
     """
     offer = {"digest": job_digest(job), "plan": job.plan.to_json()}
-    decision = link.agree(offer, _decide)
-    nodes = replace(link.nodes, main_port=decision["port"])
+    decision = link.agree({**offer, "address": address_towards(link.nodes.main_address)}, _decide)
+    peer = None if link.nodes.rank else decision["peer"]
+    nodes = replace(link.nodes, main_port=decision["port"], peer=peer)
     return replace(job, plan=Plan.from_json(decision["plan"])), nodes
 
 
@@ -67,4 +68,4 @@ def _decide(offers: list[dict[str, Any]]) -> dict[str, Any]:
             f"{var(NGPU='<n>')} on all of them"
         )
     plan = agreed_plan([(offer["digest"], offer["plan"]) for offer in offers])
-    return {"plan": plan.to_json(), "port": free_port(host="")}
+    return {"plan": plan.to_json(), "port": free_port(host=""), "peer": offers[1]["address"]}

@@ -16,7 +16,7 @@ import psutil
 from tests.conftest import REPOSITORY
 from tests.integration.cli import Done, environment
 
-ADDRESSES = ("10.213.7.1", "10.213.7.2")
+ADDRESSES = ("192.168.213.1", "192.168.213.2")  # above those of loopback, to which gloo would connect
 VENV = Path(sys.executable).parents[1]
 
 

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_two_hosts_with_one_run_directory_learn_what_one_process_does(pair, conf
     run = RunDir(config.parent / "runs" / "ddp")
     assert read_json(run.summary)["world_size"] == 2
     assert_same_curve(run, alone(BATCH, "eval.generate=false"))
+
+
+def test_machine_0_may_be_given_by_a_name_that_is_loopback_to_itself(pair, config, tmp_path):
+    """As Debian writes it into /etc/hosts: the others know another address, and could not reach that one."""
+    processes = []
+    for host, address in zip(pair, ("127.0.1.1", hosts.ADDRESSES[0]), strict=True):
+        names = tmp_path / f"hosts{host.number}"
+        names.write_text(f"127.0.0.1 localhost\n{address} first\n")
+        words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={BATCH} output.name=named eval.generate=false")
+        processes.append(host.train(*words, "MASTER_ADDR=first", own=(names, Path("/etc/hosts"))))
+    done = finish_both(processes)
+    assert [one.code for one in done] == [0, 0], "\n".join(one.out + one.err for one in done)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from sft_play.launch.nodes import (
     LOOPBACK,
     Nodes,
     free_port,
+    interface_of,
     interface_towards,
     read_nodes,
 )
@@ -65,6 +66,19 @@ def test_numbers_that_cannot_be_are_refused(flags, message):
 def test_the_interface_is_that_of_the_route():
     assert interface_towards(LOOPBACK) == "lo"
     assert interface_towards("name.invalid") is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        (ALONE, "lo"),
+        (Nodes(2, 0, LOOPBACK, 29500, peer="name.invalid"), "lo"),  # typed so: all are on this machine
+        (Nodes(2, 1, "localhost", 29500), "lo"),
+        (Nodes(2, 0, "localhost", 29500, peer="name.invalid"), None),
+    ],
+)
+def test_a_first_machine_whose_name_is_loopback_to_itself_takes_the_way_to_another(nodes, found):
+    assert interface_of(nodes) == found
 
 
 def test_a_free_port_is_taken_as_preferred():
