@@ -31,6 +31,7 @@ from sft_play.spelling import var
 from sft_play.ui.console import console, warn
 from sft_play.ui.progress import spinner
 from sft_play.units import counted, format_bytes, format_duration
+from sft_play.upstream.accelerate import let_old_drivers_train
 
 Value = TypeVar("Value")
 
@@ -45,13 +46,15 @@ def process_group(job: Job) -> Iterator[None]:
     turn one rank's error into a hang of all.
     """
     engine = engine_of(job.plan.sharing.engine)
+    on_gpu = job.plan.device == "cuda"
+    if on_gpu:
+        let_old_drivers_train()
     if job.plan.sharing.world_size == 1:
         with _group_of_one(job) if engine.shards_weights else nullcontext():
             yield
         return
     if job.ranks.is_main:
         engine.prepare_launch()
-    on_gpu = job.plan.device == "cuda"
     if on_gpu:
         _require_own_gpu(job, torch.cuda.device_count())
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))

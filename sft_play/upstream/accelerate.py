@@ -1,5 +1,6 @@
 """What we change in accelerate, and take of its private parts."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,19 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     known = isinstance(error, RuntimeError) and FULL.search(str(error))
     return bool(known) or (isinstance(error, Exception) and should_reduce_batch_size(error))
+
+
+def let_old_drivers_train() -> None:
+    """Turns off in NCCL what several RTX 40 cannot do with a driver before 550, as `accelerate launch` does.
+
+    Without these variables, accelerate refuses such a machine (1.15), also for one process. What makes this
+    unnecessary: 550 as the oldest driver of PyTorch's builds.
+    """
+    from accelerate.utils import check_cuda_p2p_ib_support
+
+    if not check_cuda_p2p_ib_support():
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def forget_state() -> None:

@@ -1,5 +1,6 @@
 """What communication costs is measured once, and a measurement that fails changes nothing."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,3 +86,18 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(job, monkeypatch):
     ):
         with ranks.process_group(job):
             pass
+
+
+@pytest.mark.parametrize(("driver", "found"), [("535.183.01", "1"), ("580.65.06", None)])
+def test_two_rtx_4090_train_with_an_old_driver_too(job, monkeypatch, tmp_path, driver, found):
+    """accelerate asks nvidia-smi for all GPUs of the machine, and wants the variables for one process as well."""
+    gpus, smi = "\\n".join(["2, NVIDIA GeForce RTX 4090"] * 2), tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\ncase "$1" in *driver*) echo {driver};; *) printf "{gpus}";; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        del os.environ[name]
+    job.plan = plan_with(PLAN, device="cuda")
+    with ranks.process_group(job):
+        assert [os.environ.get(name) for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")] == [found] * 2
