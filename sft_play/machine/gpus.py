@@ -113,7 +113,9 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
             note = "the GPU of a Mac (MPS) is not used: plans and kernels are for CUDA and CPUs"
         return Machine(gpus=(), note=note, host=host)
     try:
-        devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        # those that are denied to a job by its control group are counted too; CUDA does not number them
+        handles = (_ask(nvml, "nvmlDeviceGetHandleByIndex", i) for i in range(nvml.nvmlDeviceGetCount()))
+        devices = [handle for handle in handles if handle is not None]
         visible, note = _visible(nvml, devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
         gpus = tuple(_gpu(nvml, index, handle, mig) for index, (handle, mig) in enumerate(visible))
         cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")

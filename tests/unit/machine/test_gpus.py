@@ -160,6 +160,8 @@ class Driver:
         return len(self.devices)
 
     def nvmlDeviceGetHandleByIndex(self, index):
+        if self.devices[index] is None:
+            raise self.NVMLError("Insufficient Permissions")
         return self.devices[index]
 
     def nvmlSystemGetDriverVersion(self):
@@ -275,6 +277,15 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(monkeypatch, setting, uui
     assert [gpu.uuid for gpu in machine.gpus] == uuids
     assert [gpu.index for gpu in machine.gpus] == list(range(len(uuids)))
     assert bool(machine.note) == (len(uuids) < 2)
+
+
+@pytest.mark.parametrize(("setting", "uuids"), [(None, ["GPU-aaaa", "GPU-bbbb"]), ("1", ["GPU-bbbb"])])
+def test_gpus_that_the_control_group_of_a_job_denies_are_not_there(monkeypatch, setting, uuids):
+    """SLURM's, with ConstrainDevices; CUDA numbers those that are left."""
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    machine = gpus.detect(Driver(None, card(), None, card("GPU-bbbb")))
+    assert [gpu.uuid for gpu in machine.gpus] == uuids
 
 
 def test_of_mig_instances_one_is_used_and_the_others_are_told_of(monkeypatch):
