@@ -52,8 +52,12 @@ def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[str]:
     if plan.device != "cpu":
         return []
     spec = StepSpec.of(config, plan).on_this_cpu(threads)
-    worst = max((rule.worst for _, rule in spec.scratch if not rule.holds), default=None)
-    return [] if worst is None else [evidence.scratch_off_rule(spec.precision.computed_in, worst)]
+    off = [rule for _, rule in spec.scratch if not rule.holds]
+    if not off:
+        return []
+    most = [rule.most for rule in off if rule.most is not None]
+    dtype, worst = spec.precision.computed_in, max(rule.worst for rule in off)
+    return [evidence.scratch_off_rule(dtype, worst, max(most) if len(most) == len(off) else None)]
 
 
 def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[str]:

@@ -16,9 +16,15 @@ def unknown_free_memory(device: str) -> str:
     )
 
 
-def scratch_off_rule(dtype: str, worst: float) -> str:
-    """What a CPU's products in a type take beside operands and results follows no rule; the worst error."""
-    return f"scratch of {dtype} products follows no rule on this CPU, off by {worst:.0%}"
+def scratch_off_rule(dtype: str, worst: float, most_bytes: int | None) -> str:
+    """What a CPU's products in a type take beside operands and results follows no rule.
+
+    The worst error, and the most bytes that a product takes, if that is bounded.
+    """
+    text = f"scratch of {dtype} products follows no rule on this CPU"
+    if most_bytes is None:
+        return f"{text}, off by {worst:.0%}"
+    return f"{text}; no product takes more than {format_bytes(most_bytes)}"
 
 
 def memory_limit(asked_gib: float, free_bytes: int | None) -> str:

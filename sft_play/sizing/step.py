@@ -261,10 +261,12 @@ class StepSpec:
     def is_linear(self) -> bool:
         """Whether block sizes of larger micro-batches follow from those of smaller ones.
 
-        Not those of certain rows. The autocast of a CPU keeps a cast of each tile of the output head, the
-        last of which may be smaller.
+        Not those of certain rows, nor what products take up to a bound. The autocast of a CPU keeps a cast of
+        each tile of the output head, the last of which may be smaller.
         """
         if self.lengths or self.eval_lengths or self.fits or self.eval_fits:
+            return False
+        if any(rule.most is not None for _, rule in self.scratch):
             return False
         return self.device == "cuda" or self.precision.autocast == "no" or 3 not in self.loss_tiles
 

@@ -86,14 +86,14 @@ def masked_rows(scores: torch.Tensor, dim: int, *_: object) -> list[torch.Tensor
     return [masked, masked.all(dim, keepdim=True), torch.empty((), dtype=scores.dtype)]
 
 
-def scratch_of_products(rule: ScratchRule, *args: object) -> list[torch.Tensor]:
+def scratch_of_products(rule: ScratchRule, threads: int, *args: object) -> list[torch.Tensor]:
     """What products of 16-bit numbers take; the last two arguments are [..., m, k] and [..., k, n]."""
     first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
     if type_name(first.dtype) not in SIXTEEN_BIT:
         return []
     batch = first.shape[0] if first.dim() == 3 else 1
     sizes = Product(first.shape[-2], first.shape[-1], second.shape[-1], batch)
-    return [torch.empty(rule.bytes(sizes), dtype=torch.uint8)]
+    return [torch.empty(rule.bytes(sizes.at_a_time(threads)), dtype=torch.uint8)]
 
 
 def inside_kernels(threads: int, scratch: Rules = ()) -> dict[Any, Callable[..., list[torch.Tensor]]]:
@@ -101,7 +101,7 @@ def inside_kernels(threads: int, scratch: Rules = ()) -> dict[Any, Callable[...,
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     products = {
-        getattr(getattr(torch.ops.aten, name), overload): partial(scratch_of_products, rule)
+        getattr(getattr(torch.ops.aten, name), overload): partial(scratch_of_products, rule, threads)
         for name, rule in scratch
         for overload in ("default", "out")
     }

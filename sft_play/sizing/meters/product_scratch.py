@@ -6,9 +6,9 @@ and no function tells. So a few products are run, and their scratch memory is de
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -30,7 +30,7 @@ HOLDS_WITHIN, SLACK_BYTES = 0.01, 512  # of what was measured: paddings differ b
 
 
 class Product(NamedTuple):
-    """Products of [m, k] and [k, n], as many as a batch has."""
+    """Products of [m, k] and [k, n], as many as a batch has, or as are computed at a time."""
 
     m: int
     k: int
@@ -43,6 +43,10 @@ class Product(NamedTuple):
         m, k, n, batch = self
         return batch * m * n, batch * m * k, batch * k * n
 
+    def at_a_time(self, threads: int) -> "Product":
+        """Those of a batch that so many threads compute at a time: only they take scratch."""
+        return self._replace(batch=min(self.batch, threads))
+
 
 # Tokens, features and vocabularies of small models, some of them no multiples of anything.
 MEASURED = (
@@ -50,17 +54,26 @@ MEASURED = (
     Product(33, 65, 70), Product(257, 128, 514),
 )  # fmt: skip
 BATCHES = tuple(Product(m, k, n, 3) for m, k, n, _ in MEASURED)
+# Run where no rule holds. The second one's result and operands have two to eight times the elements.
+LARGE = Product(1024, 1024, 1024), Product(2048, 4096, 1024)
+BOUNDED = (
+    1.5  # less than so many times the scratch for the second one: it is of blocks, not of whole matrices
+)
 
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """Bytes of scratch of an operation: some for each element of its result and operands, and a constant."""
+    """Bytes of scratch of an operation: some for each element of its result and operands, and a constant.
+
+    There may be a bound, `most`.
+    """
 
     result: int
     first: int
     second: int
     constant: int
     worst: float = 0.0  # share of the largest scratch by which the rule was off at most
+    most: int | None = None
 
     @property
     def holds(self) -> bool:
@@ -70,13 +83,15 @@ class ScratchRule:
     def bytes(self, sizes: Product) -> int:
         """The scratch of these products."""
         weights = self.result, self.first, self.second
-        return self.constant + sum(map(int.__mul__, weights, sizes.elements))
+        taken = self.constant + sum(map(int.__mul__, weights, sizes.elements))
+        return taken if self.most is None else min(taken, self.most)
 
 
+Measured = Sequence[tuple[Product, int]]  # what products took, in bytes
 Rules = tuple[tuple[str, ScratchRule], ...]  # by operation; those that need nothing are left out
 
 
-def rule_of(measured: Sequence[tuple[Product, int]]) -> ScratchRule:
+def rule_of(measured: Measured) -> ScratchRule:
     """The rule that is least wrong about what products took, in bytes."""
     elements = np.array([sizes.elements for sizes, _ in measured])
     taken = np.array([size for _, size in measured])
@@ -88,6 +103,12 @@ def rule_of(measured: Sequence[tuple[Product, int]]) -> ScratchRule:
         result, first, second = weights
         found.append(ScratchRule(result, first, second, constant, round(off / max(1, int(taken.max())), 4)))
     return min(found, key=lambda rule: (rule.worst, rule.result + rule.first + rule.second))
+
+
+def bounded(rule: ScratchRule, large: Measured) -> ScratchRule:
+    """The rule with a bound, if what the `LARGE` products took has one."""
+    less, more = (max(taken for each, taken in large if each == sizes) for sizes in LARGE)
+    return replace(rule, most=max(less, more)) if more < BOUNDED * less else rule
 
 
 def product_scratch(dtype: str, threads: int) -> Rules:
@@ -103,14 +124,24 @@ def product_scratch(dtype: str, threads: int) -> Rules:
 def _rules_in(path: Path, dtype: str, threads: int) -> Rules:
     known = read_value(path)
     if known is None:
-        known = {name: asdict(rule_of(measured)) for name, measured in _measured(dtype, threads)}
+        known = {name: asdict(rule) for name, rule in _found(dtype, threads).items()}
         write_value(path, known)
     rules = ((name, ScratchRule(**rule)) for name, rule in known.items())
     return tuple((name, rule) for name, rule in rules if rule != ScratchRule(0, 0, 0, 0))
 
 
-def _measured(dtype: str, threads: int) -> Iterator[tuple[str, list[tuple[Product, int]]]]:
-    """What each operation took, by the allocator's events; operands as in forward and backward passes."""
+def _found(dtype: str, threads: int) -> dict[str, ScratchRule]:
+    """The rule of each operation."""
+    few = _measured({name: BATCHES if name == "bmm" else MEASURED for name in OPERATIONS}, dtype, threads)
+    rules = {name: rule_of(taken) for name, taken in few.items()}
+    large = _measured({name: LARGE for name, rule in rules.items() if not rule.holds}, dtype, threads)
+    return rules | {name: bounded(rules[name], taken) for name, taken in large.items()}
+
+
+def _measured(
+    products: Mapping[str, Sequence[Product]], dtype: str, threads: int
+) -> dict[str, list[tuple[Product, int]]]:
+    """What operations took, by the allocator's events; operands as in forward and backward passes."""
     with importing_libraries():
         import torch
 
@@ -120,8 +151,8 @@ def _measured(dtype: str, threads: int) -> Iterator[tuple[str, list[tuple[Produc
     try:
         calls = [
             (name, sizes, call)
-            for name in OPERATIONS
-            for sizes in (BATCHES if name == "bmm" else MEASURED)
+            for name, several in products.items()
+            for sizes in several
             for call in _calls(name, sizes, getattr(torch, dtype))
         ]
         for _, _, call in calls:
@@ -134,19 +165,12 @@ def _measured(dtype: str, threads: int) -> Iterator[tuple[str, list[tuple[Produc
     finally:
         torch.set_num_threads(before)
     places = [place for place, event in enumerate(events) if event.name.startswith(MARK)]
-    taken = []
-    for first, last in pairwise(places):
+    found: dict[str, list[tuple[Product, int]]] = {name: [] for name in products}
+    for (name, sizes, _), (first, last) in zip(calls, pairwise(places), strict=True):
         own = events[first + 1 : last]
-        taken.append(max(event.live for event in own) - (own[0].live - own[0].size))
-    for name in OPERATIONS:
-        yield (
-            name,
-            [
-                (sizes, size - RESULT_BYTES * sizes.elements[0])
-                for (of, sizes, _), size in zip(calls, taken, strict=True)
-                if of == name
-            ],
-        )
+        taken = max(event.live for event in own) - (own[0].live - own[0].size)
+        found[name].append((sizes.at_a_time(threads), taken - RESULT_BYTES * sizes.elements[0]))
+    return found
 
 
 def _calls(name: str, sizes: Product, dtype: Any) -> list[Callable[[], Any]]:

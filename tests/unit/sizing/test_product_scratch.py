@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.planning.explain import scratch_reasons
 from sft_play.sizing import step
 from sft_play.sizing.meters import product_scratch
-from sft_play.sizing.meters.product_scratch import MEASURED, Product, ScratchRule, rule_of
+from sft_play.sizing.meters.product_scratch import LARGE, MEASURED, Product, ScratchRule, bounded, rule_of
 from sft_play.sizing.step import JoinedRows
 from sft_play.sizing.trace.trace import trace_step
 from tests.plans import plan_with
@@ -46,21 +46,39 @@ def test_a_processor_that_follows_no_rule_says_by_how_much():
     assert not rule.holds and rule.worst > 0.1
 
 
+def test_scratch_of_blocks_has_a_bound_and_that_of_whole_matrices_has_none():
+    """Of blocks as on a Zen 4 with one thread, where 2 bytes for each element would count 32 MiB for a layer."""
+    rule = ScratchRule(0, 2, 0, 17_470, worst=0.41)
+    blocks = dict(zip(LARGE, ((132_096, 1_393_792), (1_721_472, 1_393_792)), strict=True))
+    found = bounded(rule, [(sizes, taken) for sizes, both in blocks.items() for taken in both])
+    assert found == replace(rule, most=1_721_472)
+    assert found.bytes(Product(8192, 2048, 2048)) == 1_721_472
+    assert found.bytes(MEASURED[0]) == rule.bytes(MEASURED[0])
+    for weights in ((2, 0, 0), (0, 2, 0), (0, 0, 2)):
+        copies = ScratchRule(*weights, constant=1000)
+        assert bounded(rule, [(sizes, copies.bytes(sizes)) for sizes in LARGE]) == rule
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm"])
-def test_products_on_this_processor_take_what_its_rule_says(name):
+@pytest.mark.parametrize("sizes", [(190, 130, 270), (1500, 700, 1000)], ids=["small", "large"])
+def test_products_on_this_processor_take_what_its_rule_says(name, sizes):
     """Of sizes that were not measured, in one thread; where nothing is needed, of AVX2 for example, nothing."""
     rules = product_scratch.product_scratch("bfloat16", 1)
     rule = dict(rules).get(name, ScratchRule(0, 0, 0, 0))
-    if not rule.holds:
-        pytest.skip(f"{name} follows no rule on this processor: off by {rule.worst:.0%}")
-    batch = (2,) if name == "bmm" else ()
-    tensors = [torch.ones((*batch, *shape), dtype=torch.bfloat16) for shape in ((190, 130), (130, 270))]
-    bias = [torch.ones(270, dtype=torch.bfloat16)] if name == "addmm" else []
+    m, k, n = sizes
+    batch = (3,) if name == "bmm" else ()
+    tensors = [torch.ones((*batch, *shape), dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
+    bias = [torch.ones(n, dtype=torch.bfloat16)] if name == "addmm" else []
     operation = getattr(torch, name)
     real = peak(allocated(operation, *bias, *tensors))
     traced = peak(recorded(operation, tensors=[*bias, *tensors], scratch=rules))
-    assert traced == pytest.approx(real, abs=512)
+    if rule.holds:
+        assert traced == pytest.approx(real, abs=512)
+    elif rule.most is not None:
+        assert traced == pytest.approx(real, abs=rule.most)
+    else:
+        pytest.skip(f"{name} follows no rule on this processor: off by {rule.worst:.0%}")
 
 
 def test_the_trace_counts_the_scratch_of_a_rule():
@@ -87,11 +105,11 @@ def test_nothing_is_measured_twice_and_another_level_of_onednn_is_another_proces
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     measured = []
 
-    def measure(dtype, threads):
+    def found_out(dtype, threads):
         measured.append((dtype, threads))
-        return [("mm", [(sizes, 4 * sizes.m * sizes.n + 128) for sizes in MEASURED])]
+        return {"mm": ScratchRule(4, 0, 0, 128)}
 
-    monkeypatch.setattr(product_scratch, "_measured", measure)
+    monkeypatch.setattr(product_scratch, "_found", found_out)
     found = product_scratch.product_scratch("bfloat16", 2)
     assert found == (("mm", ScratchRule(4, 0, 0, 128)),)
     product_scratch._rules_in.cache_clear()
@@ -104,12 +122,17 @@ def test_nothing_is_measured_twice_and_another_level_of_onednn_is_another_proces
 
 
 def test_a_plan_says_that_no_rule_describes_the_products_of_its_cpu(monkeypatch):
-    rules = (("mm", ScratchRule(4, 0, 0, 0, worst=0.004)), ("bmm", ScratchRule(0, 0, 0, 0, worst=0.3)))
+    rules = (("mm", ScratchRule(4, 0, 0, 0, worst=0.004)), ("bmm", ScratchRule(0, 2, 0, 0, worst=0.3)))
     monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: rules)
     config = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
     on_cpu = plan_with(PLAN, device="cpu", mixed_precision="bf16")
     assert tuple(map(str, scratch_reasons(config, on_cpu, 1))) == (
         "scratch of bfloat16 products follows no rule on this CPU, off by 30%",
+    )
+    blocks = (("mm", ScratchRule(0, 2, 0, 0, worst=0.3, most=3 * 2**20)),)
+    monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: blocks)
+    assert tuple(map(str, scratch_reasons(config, on_cpu, 1))) == (
+        "scratch of bfloat16 products follows no rule on this CPU; no product takes more than 3.00 MiB",
     )
     monkeypatch.setattr(step, "product_scratch", lambda dtype, threads: rules[:1])
     assert (
