@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ from sft_play.train.rows import MicroBatches
 from sft_play.ui.console import warn
 from sft_play.upstream.accelerate import unwrapped
 from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides, page_what_is_loaded
-from sft_play.upstream.patching import lasting
+from sft_play.upstream.patching import lasting, patched
 from sft_play.upstream.transformers import loaded_as_saved
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
+
+
+def forget_gradients(weights: Iterable[torch.nn.Parameter], set_to_none: bool = True) -> None:
+    """`zero_grad` of a module with these trained weights."""
+    for weight in weights:
+        weight.grad = None
 
 
 @contextmanager
@@ -85,6 +92,7 @@ class PlannedTrainer(SFTTrainer):
         self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
         self._nvme_path = nvme_path
         self._activations = activations
+        self._trained: list[torch.nn.Parameter] = []  # while an epoch is run
         self._step_loss: torch.Tensor | float = 0.0
         self._balance: list[torch.Tensor] = []  # of this process's micro-batches since the last record
         add_loss_head(self.model)
@@ -122,6 +130,23 @@ class PlannedTrainer(SFTTrainer):
             optimizer.add_param_group({**group, "params": fast, "lr": ratio * group["lr"]})
         # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+    def _run_epoch(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """An epoch, in whose steps nobody looks through all modules for the weights that are trained.
+
+        The library does so after each step, when a GPU has nothing to do: it waits from the norm of the
+        gradients, which the CPU reads, until the next forward pass.
+        """
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        try:
+            with patched(model, "zero_grad", partial(forget_gradients, self._trained)):
+                super()._run_epoch(model, *args, **kwargs)
+        finally:
+            self._trained = []
+
+    def _clip_grad_norm(self, model: object) -> Any:
+        """Clips the gradients and returns their norm; the library looks for them in all modules."""
+        return self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.

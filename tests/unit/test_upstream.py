@@ -225,6 +225,8 @@ WRITTEN = [
     ("_use_triton", "trl.trainer.utils:add_fused_lm_head", "compact = _use_triton(hidden_states.device)"),
     ("_ChunkedLogProbFunction", "trl.trainer.utils:add_fused_lm_head", "_ChunkedLogProbFunction.apply("),
     ("_clip_grad_norm", TRAINER, "self._clip_grad_norm("),
+    ("_run_epoch", TRAINER, "self._run_epoch("),
+    ("zero_grad", TRAINER, "model.zero_grad()"),
     ("_get_grad_norm", TRAINER, "self._get_grad_norm(model, grad_norm=grad_norm)"),
     ("fused_lm_head", "trl.trainer.utils:add_fused_lm_head", "fused_lm_head"),
     ("label_mask", "trl.trainer.utils:add_fused_lm_head", "label_mask="),

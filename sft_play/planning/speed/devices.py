@@ -30,7 +30,7 @@ from sft_play.ui.progress import spinner
 
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
-FORMAT = 5  # increase it when devices must be measured again
+FORMAT = 6  # increase it when devices must be measured again
 COLLECTIVES_FORMAT = 4  # and this one when communication must be
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
 LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known

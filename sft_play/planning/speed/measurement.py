@@ -29,6 +29,7 @@ from sft_play.planning.speed.profile import (
     LENGTHS,
     PACKAGES,
     SIDES,
+    STEP_CALLS,
     STRETCHES,
     Curve,
     DeviceProfile,
@@ -50,9 +51,9 @@ LARGE_SIDE = 1024  # from this side on, products of a GPU are most of a step
 POOL_BYTES = {"cpu": 768 << 20, "cuda": 256 << 20}
 POOL_SHARE = 0.05  # of a CPU's free memory, at most
 TURNS = 32
-# What the trainer takes per micro-batch, and once more per step, in calls of operations. By now it takes a
-# sixth of that ("rest" in benchmarks/results/step_parts_cpu.json), but calls in a larger model take longer
-# than in the tiny one that is timed, and small micro-batches are predicted too fast as it is.
+# What the trainer takes on a CPU per micro-batch, and once more per step, in calls of operations. By now it
+# takes a sixth of that ("rest" in benchmarks/results/step_parts_cpu.json), but calls in a larger model take
+# longer than in the tiny one that is timed, and small micro-batches are predicted too fast as it is.
 TRAINER_CALLS = 1100
 TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 WIDTH, HEAD_DIM = 512, 64  # of the measured attention
@@ -393,8 +394,7 @@ def _with_calls(profile: DeviceProfile, clock: Stopwatch) -> DeviceProfile:
         least = min(one[part] for one in times)
         own = spent[here].sum() if clock.device.type == "cpu" else 0.0  # a GPU works in parallel
         calls.append(max(1e-7, (least - own) / len(spent[here])))
-    # While a GPU works, Python has time for the trainer.
-    trainer = TRAINER_CALLS * calls[0] if clock.device.type == "cpu" else 0.0
-    return replace(
-        profile, call_forward_s=calls[0], call_backward_s=calls[1], micro_batch_s=trainer, step_s=trainer
-    )
+    # While a GPU works on a micro-batch, Python has time for the trainer; between two steps it waits.
+    trainer, ended = (TRAINER_CALLS,) * 2 if clock.device.type == "cpu" else (0, STEP_CALLS)
+    own = {"micro_batch_s": trainer * calls[0], "step_s": ended * calls[0]}
+    return replace(profile, call_forward_s=calls[0], call_backward_s=calls[1], **own)

@@ -53,6 +53,37 @@ def break_weight(trainer: PlannedTrainer) -> None:
         next(trainer.model.parameters()).fill_(math.nan)
 
 
+@pytest.mark.parametrize("settings", [{"mode": "lora"}, {"mode": "full", "weight_decay": 0.1}])
+def test_steps_look_through_no_modules_for_what_is_trained_and_are_those_of_the_library(
+    trainer_of, settings, monkeypatch
+):
+    """A GPU would wait meanwhile; an evaluation or a checkpoint may take the time."""
+    trained, walks, steps = [], [], []
+    walk = torch.nn.Module._named_members  # beneath parameters(), and the library's zero_grad()
+
+    def counted(*args, **kwargs):
+        walks.append(len(steps))
+        return walk(*args, **kwargs)
+
+    for own in (True, False):
+        trainer = trainer_of(max_steps=6, eval_steps=6, save_steps=6, **settings)
+        if not own:
+            for name in ("_run_epoch", "_clip_grad_norm"):
+                monkeypatch.delattr(PlannedTrainer, name)
+        model, optimizer = trainer.model, trainer.create_optimizer()
+        optimizer.register_step_post_hook(lambda *_: steps.append(None))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.Module, "_named_members", counted)
+            trainer.train()
+        assert "zero_grad" not in vars(model)  # as it was before
+        trained.append([weight.detach().clone() for weight in model.parameters()])
+        between = [count for count in walks if 1 <= count <= 5]
+        assert bool(between) != own
+        walks.clear()
+        steps.clear()
+    assert all(map(torch.equal, *trained))
+
+
 def test_a_process_that_sees_two_gpus_trains_on_one(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)  # which a CUDA build would do
