@@ -31,6 +31,7 @@ from sft_play.report.tables import METRICS, mark, said_of
 from sft_play.runlog import RunDir, read_json
 from sft_play.ui.console import warn
 from sft_play.units import format_bytes
+from sft_play.upstream.patching import patched
 from sft_play.upstream.transformers import grouping
 
 # The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.
@@ -163,13 +164,10 @@ class Trackio(_OfRun, TrackioCallback):
         """Begins or continues the run."""
         if not state.is_world_process_zero:
             return super().setup(args, state, model, **kwargs)
-        given = args.run_name
-        args.run_name = kept_id(self._run, "trackio", state) or f"{given}-{uuid.uuid4().hex[:8]}"
-        keep_id(self._run, "trackio", args.run_name)
-        try:
+        name = kept_id(self._run, "trackio", state) or f"{args.run_name}-{uuid.uuid4().hex[:8]}"
+        keep_id(self._run, "trackio", name)
+        with patched(args, "run_name", name):
             return super().setup(args, state, model, **kwargs)
-        finally:
-            args.run_name = given
 
 
 class Board(_OfRun, TensorBoardCallback):

@@ -362,9 +362,5 @@ class PlannedTrainer(SFTTrainer):
         self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
         if self._engine.load_weights(self.model, Path(str(self.state.best_model_checkpoint))):
             return
-        sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
-        try:
-            with loaded_as_saved(self.model):
-                super()._load_best_model()
-        finally:
-            self.is_deepspeed_enabled = sharded
+        with patched(self, "is_deepspeed_enabled", False), loaded_as_saved(self.model):
+            super()._load_best_model()

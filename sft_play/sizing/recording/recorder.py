@@ -1,8 +1,8 @@
 """Traces a training step, real or fake: its allocations and frees, and the work of its operations."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,6 +17,7 @@ from sft_play.model.layers.stand_in import Counts
 from sft_play.sizing.recording.fake_results import KeepingFakeMode
 from sft_play.sizing.recording.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.upstream.patching import patched
 from sft_play.upstream.torch import is_view
 from sft_play.work import FREE, IN_RAM, OWN, TRANSFER, Work
 
@@ -177,41 +178,22 @@ class AllocationRecorder(Counts, TorchDispatchMode):
         addresses = (held(tensor).untyped_storage()._cdata for tensor in tensors)
         return [self._open[address][0] for address in addresses if address in self._open]
 
-    @contextmanager
-    def attributing_to(self, term: str) -> Iterator[None]:
+    def attributing_to(self, term: str) -> AbstractContextManager[None]:
         """Within this context, what operations allocate is attributed to this term."""
-        before, self.term = self.term, term
-        try:
-            yield
-        finally:
-            self.term = before
+        return patched(self, "term", term)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> AbstractContextManager[None]:
         """Within this context, results are left unrecorded."""
-        before, self.is_silent = self.is_silent, True
-        try:
-            yield
-        finally:
-            self.is_silent = before
+        return patched(self, "is_silent", True)
 
-    @contextmanager
-    def placing(self, *, in_ram: bool) -> Iterator[None]:
+    def placing(self, *, in_ram: bool) -> AbstractContextManager[None]:
         """Within this context, what is allocated is in RAM, or else on the device."""
-        before, self._into_ram = self._into_ram, in_ram
-        try:
-            yield
-        finally:
-            self._into_ram = before
+        return patched(self, "_into_ram", in_ram)
 
     def copied(self, tensor: torch.Tensor, *, in_ram: bool) -> torch.Tensor:
         """A copy of a tensor of any shape, in RAM or on the device."""
-        self._copies = True
-        try:
-            with self.placing(in_ram=in_ram):
-                return tensor.clone()
-        finally:
-            self._copies = False
+        with patched(self, "_copies", True), self.placing(in_ram=in_ram):
+            return tensor.clone()
 
     def is_in_ram(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of any shape is known to be in RAM."""
@@ -294,14 +276,9 @@ class AllocationRecorder(Counts, TorchDispatchMode):
                 (kind, dtype, by_python, self.engine, *sizes, times * self.times, moved, each)
             )
 
-    @contextmanager
-    def standing_for(self, times: float) -> Iterator[None]:
+    def standing_for(self, times: float) -> AbstractContextManager[None]:
         """Within this context, each operation stands for `times` equal ones."""
-        before, self.times = self.times, self.times * times
-        try:
-            yield
-        finally:
-            self.times = before
+        return patched(self, "times", self.times * times)
 
     def record(self, out: object) -> None:
         """Records the result of an operation: a tensor, or a tuple or list that may contain tensors.

@@ -37,7 +37,7 @@ from sft_play.sizing.trace.zero3 import simulate_zero3
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
 from sft_play.upstream.patching import patched
 from sft_play.upstream.torch import forget_shardings, making_real_tensors
-from sft_play.work import EXCHANGING, GATHERING, OWN
+from sft_play.work import EXCHANGING, GATHERING
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -105,11 +105,8 @@ class ShardRecorder(SymbolicRecorder):
             return storage
 
         def propagated(propagator: Any, schema: Any) -> Any:
-            self._computes_shapes = True
-            try:
+            with patched(self, "_computes_shapes", True):
                 return propagate(propagator, schema)
-            finally:
-                self._computes_shapes = False
 
         with ExitStack() as stack:
             if spec.regathers:
@@ -129,12 +126,8 @@ def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
     function = getattr(FSDPParamGroup, name)
 
     def call(*args: object, **kwargs: object) -> Any:
-        with recorder.attributing_to("engine"):
-            recorder.engine = COMMUNICATING[name]
-            try:
-                return function(*args, **kwargs)
-            finally:
-                recorder.engine = OWN
+        with recorder.attributing_to("engine"), patched(recorder, "engine", COMMUNICATING[name]):
+            return function(*args, **kwargs)
 
     return call
 
