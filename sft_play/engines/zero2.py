@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.choices.engines import WHOLE
+from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
+from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import FP32, Division, Message, by_rank
 from sft_play.engines.zero import Zero
+from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.timeline import PHASES, TERMS, Buffer, Place, Step
+from sft_play.units import counted
 from sft_play.work import Work
 
 if TYPE_CHECKING:
@@ -112,6 +117,25 @@ class Zero2(Zero):
     """DeepSpeed's ZeRO, stage 2."""
 
     stage = 2
+
+    def trainer_arguments(
+        self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
+    ) -> dict[str, Any]:
+        """The DeepSpeed config.
+
+        Raises:
+            ConfigError: bitsandbytes cannot count the elements of a process, which it updates at once.
+        """
+        name, most = config.train.optimizer, 2**31 - 1  # its kernels take a 32-bit number (0.50)
+        share = -(-trained_parameters // plan.sharing.world_size)
+        if OPTIMIZERS[name].package == "bitsandbytes" and share > most:
+            raise ConfigError(
+                f"train.optimizer={name} updates at most {most:,} elements at once, and with {self.label} on "
+                f"{counted(plan.sharing.world_size, 'process')} each has {share:,} of what is trained: use "
+                f"at least {-(-trained_parameters // most)} processes, train.optimizer={DEFAULT}, or "
+                f"parallel.engine={WHOLE.name}"
+            )
+        return super().trainer_arguments(config, plan, trained_parameters=trained_parameters, shared=shared)
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
