@@ -74,7 +74,7 @@ unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 PY = $(call quote,$(VENV)/bin/python)
 SFT = $(PY) -m sft_play
-SETTINGS = $(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(OFFLOAD), $(call quote,parallel.offload=$(OFFLOAD)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
+SETTINGS = $(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(OFFLOAD), $(call quote,parallel.offload=$(OFFLOAD)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))$(OF_STAGE)
 OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(SETTINGS)
 # ARGS is one string: the program splits it into words like a shell, but runs nothing.
 MORE = $(if $(ARGS), $(call quote,--args=$(ARGS)))
@@ -169,7 +169,7 @@ device-profile: $(READY) ## Show how fast operations are on this machine
 
 .PHONY: check
 check: $(READY) ## Check config, data, model, devices, disk, versions
-	$(SFT) check $(WITH_CONFIG)$(OF_STAGE)
+	$(SFT) check $(WITH_CONFIG)
 
 .PHONY: setup-accelerate
 setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
@@ -205,7 +205,7 @@ dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
 
 .PHONY: plan
 plan: $(READY) ## Predict memory and speed, e.g. MODEL=qwen3-8b GPU="L40S"
-	$(SFT) plan $(if $(call yes,WHY),--why )$(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(UNSEEN)$(OVERRIDES)$(OF_STAGE)$(MORE)
+	$(SFT) plan $(if $(call yes,WHY),--why )$(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(UNSEEN)$(OVERRIDES)$(MORE)
 
 .PHONY: probe
 probe: $(READY) ## Measure the largest batch, compare with the prediction

@@ -226,6 +226,16 @@ def test_a_new_lock_installs_again(ready):
         ("plan", {"IMAGES": "2", "PIXELS": "1024x768"}, " --images '2' --pixels '1024x768'"),
         ("plan", {"GPU_HOUR": "2.5"}, " --gpu-hour '2.5'"),
         ("train", {"MODE": "full"}, "--config 'configs/demo.yaml' 'tuning.mode=full'"),
+        (
+            "train",
+            {"ZERO": "3", "NGPU": "2"},
+            "--processes '2' --config 'configs/demo.yaml' 'parallel.engine=deepspeed_z3'",
+        ),
+        (
+            "resume",
+            {"ZERO": "2", "RUN": "my"},
+            "--config 'runs/my/config.resolved.yaml' 'parallel.engine=deepspeed_z2'",
+        ),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),
         (
             "eval-lm",
