@@ -216,15 +216,16 @@ def end(
     *shown: RenderableType,
     then: Sequence[str] = (),
     run: RunDir | None = None,
+    **settings: object,
 ) -> int:
     """Ends a command: prints its result, a JSON value, with --json, else what it shows a person; returns 0.
 
-    `then` are make targets to run next: with what was typed, or for a trained `run`.
+    `then` are make targets to run next: with what was typed and these `settings`, or for a trained `run`.
     """
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
     elif then:
-        next_command = partial(make_command, config=args.config, overrides=args.overrides)
+        next_command = partial(make_command, config=args.config, overrides=args.overrides, **settings)
         if run and run.config.exists():
             next_command = partial(make_command, RUN=run.typed)
         console().print(*shown, ending({}, [next_command(target) for target in then]))

@@ -107,7 +107,8 @@ def probe(args: Arguments, processes: int, engine: str | None) -> int:
     with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(resolved, processes=processes, engine=engine)
-    return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
+    several = {"NGPU": processes if processes > 1 else None, "ENGINE": engine}
+    return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"], **several)
 
 
 @command(

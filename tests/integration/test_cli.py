@@ -12,7 +12,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import sft_play.api
 from sft_play.config.load import load_config
+from sft_play.errors import ConfigError
 from sft_play.runlog import RunDir, read_json, read_metrics
 from tests.integration.cli import (
     TRAINED,
@@ -180,6 +182,13 @@ def test_every_mode_learns(workspace, mode, packing):
     assert load_file(weights)
 
 
+@pytest.mark.thorough
+def test_after_a_probe_of_two_processes_the_next_command_trains_on_two(workspace):
+    done = sft("probe", "--config", workspace[0], "--processes", "2")
+    assert done.code == 0, done.err
+    assert "next make train NGPU=2 " in " ".join(done.out.split())
+
+
 # --- interruption
 # -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +244,11 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
 
 # --- after training
 # ---------------------------------------------------------------------------------------------------
+
+
+def test_python_names_a_split_without_rows_as_it_is_called(finished):
+    with pytest.raises(ConfigError, match="^split=test: the config has no test rows.*or use split=val$"):
+        sft_play.api.evaluate(finished.run.path, split="test", test_path="")
 
 
 @pytest.mark.thorough
