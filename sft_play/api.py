@@ -13,7 +13,9 @@ Importing this module imports neither torch nor transformers.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, kind_of
 from sft_play.given import by_name, with_names, write_given
 from sft_play.hooks import Hooks, Listener
 from sft_play.launch.environment import set_environment
@@ -32,8 +34,23 @@ from sft_play.spelling import in_python
 from sft_play.upstream.patching import undone
 
 Settings = Mapping[str, Any]  # by dotted name: {"train.learning_rate": 1e-4}
+_BUSY = threading.RLock()  # while a call changes libraries, which all threads share
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """ConfigError if another thread is within a block of this; the same one may be, as in a callback."""
+    if not _BUSY.acquire(blocking=False):
+        raise ConfigError(
+            "another thread of this process plans, trains or evaluates; wait for it, or use another process"
+        )
+    try:
+        yield
+    finally:
+        _BUSY.release()
+
+
+@_alone()
 def plan(
     model: str | None = None,
     *,
@@ -81,6 +98,7 @@ def plan(
         return planned
 
 
+@_alone()
 def train(
     config: str | Path | None = None,
     *,
@@ -127,12 +145,13 @@ def train(
     args = arguments("train", _overrides(changed), **flags)
     with undone():
         set_environment()
-        hooks = Hooks(_checked_callbacks(callbacks), progress)
+        hooks = Hooks(_checked_callbacks(callbacks), _checked_listener(progress))
         replace(args, flags={**args.flags, "hooks": hooks}).run()
     output = load_config(args.config, args.overrides).config.output
     return Run(Path(output.dir) / output.name)
 
 
+@_alone()
 def evaluate(
     run: Run | str | Path, *, split: str = "val", limit: int | None = None, **keywords: object
 ) -> Evaluation:
@@ -151,7 +170,7 @@ def evaluate(
     found = RunDir((run if isinstance(run, Run) else load(run)).path)
     flags = dict(config=found.config, split=split, limit=limit)
     args = arguments("eval", _overrides(by_name(keywords)), **flags)
-    with undone():
+    with undone(), in_python():
         set_environment()
         args.run()
     written = found.evaluation(split)
@@ -187,6 +206,13 @@ def _checked_callbacks(callbacks: Sequence[Any]) -> tuple[Any, ...]:
                 f"{type(callback).__name__}; a function of the numbers of a run is progress=<function>"
             )
     return tuple(callbacks)
+
+
+def _checked_listener(progress: Listener | None) -> Listener | None:
+    """The function; ConfigError for what cannot be called."""
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress: expected a function of a record, found {kind_of(progress)}")
+    return progress
 
 
 def _with_rows(config: str | Path | None, changed: Settings, data: object) -> Path:

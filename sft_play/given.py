@@ -16,7 +16,7 @@ from sft_play.commands.judges import hand_over
 from sft_play.config.aliases import ALIASES
 from sft_play.config.inputs import GIVEN
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, kind_of
 from sft_play.files import replacing_file, storing, write_atomic
 from sft_play.resources import located
 from sft_play.rows.formats import FORMATS, detect_format
@@ -140,7 +140,7 @@ def _lines(rows: Iterable[Any], *, one_format: bool) -> Iterator[bytes]:
     name, keys = "", set[str]()
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"data: row {number} is a {type(row).__name__}; expected a dict")
+            raise ConfigError(f"data: row {number} is {kind_of(row)}; expected a dict")
         if one_format and number == 1:
             name = detect_format(Row(dict(row), "data", 1))
             keys = set(FORMATS[name].keys)

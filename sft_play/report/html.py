@@ -12,7 +12,6 @@ from markupsafe import Markup, escape
 from sft_play.files import storing, write_atomic
 from sft_play.report.table import Table
 from sft_play.secrets import redact
-from sft_play.spelling import var
 
 TEMPLATE = "page.html.j2"
 PART = re.compile(r"(?<=\w)[._:](?=[A-Za-z])")  # ends a part of a name: train.|gradient_|checkpointing
@@ -146,5 +145,5 @@ def is_page(path: Path) -> bool:
 def write_page(page: Page, path: Path) -> None:
     """Writes the page, whole or not at all; StorageError if that fails."""
     content = render(page).encode(errors="replace")  # answers may hold halves of surrogate pairs
-    with storing(path, f"Free space, or set {var(OUT='<file>')}"):
+    with storing(path, "Free space there, or make it writable"):
         write_atomic(path, content)

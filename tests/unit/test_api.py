@@ -1,6 +1,7 @@
 """The Python API takes what people have at hand, or says what it takes."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_dataset_is_taken_as_it_is(tmp_path):
         ),
         ([], "expected rows, found none"),
         ({"train": ROWS}, r"found a dict of train; give one of them"),
-        ([*ROWS, "text"], "row 4 is a str; expected a dict"),
+        ([*ROWS, "text"], "row 4 is text; expected a dict"),
         ([*ROWS, {"text": "a"}], "row 4 has the keys text, and row 1 those of the format question_answer"),
         ([{"question": {1}, "answer": ""}], "row 1 cannot be written as JSON"),
     ],
@@ -184,6 +185,18 @@ def test_what_is_called_in_this_process_is_refused_for_others(tmp_path, monkeypa
         ConfigError, match="expected objects of transformers.TrainerCallback, found a builtin_fun"
     ):
         sft.train("configs/demo.yaml", callbacks=[print])
+    with pytest.raises(ConfigError, match="^progress: expected a function of a record, found a number$"):
+        sft.train("configs/demo.yaml", progress=3)
+
+
+def test_a_call_in_another_thread_meanwhile_is_refused_and_one_in_the_same_is_not():
+    with sft._alone(), ThreadPoolExecutor() as other:
+        elsewhere = other.submit(sft.plan).exception()
+        with pytest.raises(ConfigError, match="nothing to plan"):
+            sft.plan()
+    assert "another thread of this process plans, trains or evaluates" in str(elsewhere)
+    with pytest.raises(ConfigError, match="nothing to plan"), ThreadPoolExecutor() as other:
+        other.submit(sft.plan).result()
 
 
 def test_the_page_of_the_api_has_every_function_and_field_with_its_meaning():
