@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,10 +224,10 @@ def end(
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
     elif then:
-        next_command = partial(make_command, config=args.config, overrides=args.overrides, **settings)
+        words: Any = dict(config=args.config, overrides=args.overrides, **settings)
         if run and run.config.exists():
-            next_command = partial(make_command, RUN=run.typed)
-        console().print(*shown, ending({}, [next_command(target) for target in then]))
+            words = {"RUN": run.typed}
+        console().print(*shown, ending({}, [make_command(target, **words) for target in then]))
     elif shown:
         console().print(*shown)
     return 0

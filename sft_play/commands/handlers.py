@@ -107,8 +107,8 @@ def probe(args: Arguments, processes: int, engine: str | None) -> int:
     with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(resolved, processes=processes, engine=engine)
-    several = {"NGPU": processes if processes > 1 else None, "ENGINE": engine}
-    return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"], **several)
+    shown, several = probe_report(result["plan"], result["probe"]), processes if processes > 1 else None
+    return end(args, result, shown, "", then=["train"], NGPU=several, ENGINE=engine)
 
 
 @command(
