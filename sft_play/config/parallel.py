@@ -38,7 +38,8 @@ class ParallelConfig(Section):
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto:
     what is free."""
     timeout_s: Count = 600
-    """Timeout for collectives in seconds; a run that exceeds it is terminated."""
+    """Seconds that processes wait for each other; a run that exceeds it is terminated. While a checkpoint is
+    written, as long as a disk of 100 MB/s takes, if that is longer."""
 
     @property
     def sequence_ranks(self) -> int:

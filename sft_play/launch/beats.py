@@ -89,6 +89,15 @@ class Pulse:
         with contextlib.suppress(OSError):  # a full disk is reported when something important is written
             os.pwrite(self._beat, f"{os.getpid()} {self._limit_s} {where}"[:LINE].ljust(LINE).encode(), 0)
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds without a heartbeat that are too many; another one counts from the next beat on."""
+        return self._limit_s
+
+    @limit_s.setter
+    def limit_s(self, seconds: float) -> None:
+        self._limit_s, self._armed_at = seconds, 0.0
+
     def restart_watchdog(self) -> None:
         """Restarts the watchdog: this process dumps its stacks if the limit and a margin pass."""
         now = time.monotonic()

@@ -3,6 +3,8 @@
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -295,6 +297,18 @@ class Heartbeat(TrainerCallback):
     def _beat(self, where: str) -> None:
         self._pulse.beat(where)
         self._pulse.restart_watchdog()
+
+    @contextmanager
+    def saving(self, limit_s: float) -> Iterator[None]:
+        """In the block, a checkpoint is written, which may take so long."""
+        where, before = self._where, self._pulse.limit_s
+        self._pulse.limit_s = limit_s
+        self._now("saving")
+        try:
+            yield
+        finally:
+            self._pulse.limit_s = before
+            self._now(where)
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Starts to enforce the limit."""

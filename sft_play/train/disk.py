@@ -19,11 +19,13 @@ from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
 from sft_play.runlog import RunDir
 from sft_play.spelling import make
+from sft_play.train.callbacks import Heartbeat
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
 from sft_play.ui.console import warn
 from sft_play.units import format_bytes
+from sft_play.upstream.torch import wait_longer
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EXDEV}
@@ -67,6 +69,9 @@ def write_failure(error: Exception, folder: Path) -> str | None:
     return "a file could not be written" if any(words in str(error) for words in TORCH_SAVE) else None
 
 
+SLOW_DISK = (
+    100e6  # bytes per second; an assumption: no slower one is waited for longer than parallel.timeout_s
+)
 MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
 
 
@@ -113,6 +118,15 @@ def _state_bytes_of(weight: torch.Tensor, optimizer: str, device: str) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def saving_s(session: Session) -> float:
+    """Seconds that processes wait for each other while one writes a checkpoint or the result.
+
+    It is parallel.timeout_s, unless a slow disk takes longer for what a large model saves.
+    """
+    size = checkpoint_bytes(session) + result_bytes(session)
+    return max(session.job.config.parallel.timeout_s, size / SLOW_DISK)
+
+
 def require_space(session: Session) -> None:
     """Raises a StorageError before the first step if a checkpoint and the result do not fit on the disk."""
     job = session.job
@@ -125,6 +139,19 @@ def require_space(session: Session) -> None:
         )
 
 
+@contextmanager
+def waiting_longer(session: Session, limit_s: float) -> Iterator[None]:
+    """In the block, this process waits so long for others before it takes them for hanging."""
+    if session.job.plan.sharing.world_size == 1:
+        yield
+        return
+    beats = (each for each in session.trainer.callback_handler.callbacks if isinstance(each, Heartbeat))
+    wait_longer(limit_s)
+    with next(beats).saving(limit_s):
+        yield
+    wait_longer(session.job.config.parallel.timeout_s)
+
+
 class SpaceForSaves(TrainerCallback):
     """Leaves out a checkpoint that does not fit on the disk; the run ends if the next one does not either.
 
@@ -134,6 +161,7 @@ class SpaceForSaves(TrainerCallback):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._limit_s = saving_s(session)
         self._left_out = False
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -177,7 +205,8 @@ class SpaceForSaves(TrainerCallback):
         job, state = self._session.job, self._session.trainer.state
         best = state.best_model_checkpoint
         try:
-            yield
+            with waiting_longer(self._session, self._limit_s):
+                yield
         except Exception as error:
             reason = write_failure(error, job.run.path)
             if reason is None or job.plan.sharing.world_size > 1 or not by_step(job.run):

@@ -22,7 +22,7 @@ from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.estimate.corrections import ProbeResult, write_run_memory
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
-from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
+from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space, saving_s
 from sft_play.train.memory_meter import measured_memory, of_run, predicted_memory
 from sft_play.train.metered_steps import MeteredSteps, highest_step
 from sft_play.train.pickles import only_tensors
@@ -35,6 +35,7 @@ from sft_play.train.saving import Saved, facts_of_weights, save
 from sft_play.train.session import Session, prepare_session
 from sft_play.train.settle import settle_plan
 from sft_play.train.speeds import keep_times
+from sft_play.upstream.torch import wait_longer
 
 OF_STEPS = ("tokens_per_second", "training_seconds", "start_seconds", "mfu", "data_wait")  # by the reporter
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
@@ -63,6 +64,8 @@ def train(job: Job) -> None:
         with remembered(session):
             stopped, metered = run_steps(session, checkpoint)
         remember_speed(session)
+        if session.job.plan.sharing.world_size > 1:
+            wait_longer(saving_s(session))  # to the end: the others wait there
         saved = None if stopped else save(session)  # it has its checkpoint instead
     summarise(session, probed, metered, saved)
 

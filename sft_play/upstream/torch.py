@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -230,6 +231,16 @@ def is_view(tensor: Any) -> bool:
     What makes this unnecessary: a public name (2.13 has none).
     """
     return tensor._is_view()
+
+
+def wait_longer(seconds: float) -> None:
+    """Lets collectives that begin from now on wait so long for other processes.
+
+    What makes this unnecessary: a public name (2.13 has none).
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def keep_busy(cycles: int) -> None:

@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from sft_play import cli
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
+from sft_play.launch import accelerate
 from sft_play.model.layers.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights.finished import finished_weights
 from sft_play.runlog import RunDir, read_json
 from sft_play.train.disk import result_bytes, weights_bytes
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session
-from tests.integration.cli import make_workspace
+from tests.conftest import REPOSITORY
+from tests.integration.cli import make_workspace, sft
 from tests.integration.processes import launch_jobs
 from tests.jobs import losses, make_job, token_rows
 
@@ -164,3 +166,21 @@ def test_every_engine_saves_and_scores_the_same(base, tmp_path, engine):
     summary = read_json(two.summary)
     assert summary["saved"] == {"dtype": "bfloat16", "asked": "bfloat16", "of_base": True}
     assert summary["eval"]["after"] == pytest.approx(scores_of(two.model), rel=1e-5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("bytes_per_second", "code"), [(1e4, 0), (1e9, 9)], ids=["large", "small"])
+def test_a_large_model_has_the_time_that_a_slow_disk_takes(
+    tiny_model, tmp_path, monkeypatch, bytes_per_second, code
+):
+    """A checkpoint of several hundred kB, for which it is waited longer than the limit, or not."""
+    limit_s = 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SECONDS", str(4 * limit_s))  # also more than the watcher adds
+    monkeypatch.setenv("SLOW_DISK", str(bytes_per_second))
+    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / "slow_disk_rank.py")
+    config = make_workspace(tmp_path / "work", tiny_model)
+    words = ("tuning.mode=full", "train.max_steps=2", "train.probe=false", "eval.generate=false")
+    alike = ("--processes", "2", "--engine", "ddp", f"parallel.timeout_s={limit_s}")
+    done = sft("train", "--config", config, *words, *alike)
+    assert done.code == code, done.err

@@ -94,6 +94,7 @@ CALLED = {
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
+    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param": "param device",
