@@ -491,7 +491,7 @@ fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
 
 # A target that does not exist.
 .DEFAULT:
-	$(call quote,$(PYTHON)) -c 'import difflib, re, sys; names = re.findall(r"^([a-z][\w-]*): ", open(sys.argv[1]).read(), re.M); near = difflib.get_close_matches(sys.argv[2], names, 1); sys.exit("error: there is no target " + sys.argv[2] + ("; did you mean `make " + near[0] + "`?" if near else "") + " `make help` lists all targets")' "$(firstword $(MAKEFILE_LIST))" $(call quote,$@)
+	$(call quote,$(PYTHON)) -c 'import difflib, re, sys; names = re.findall(r"^([a-z][\w-]*): ", open(sys.argv[1]).read(), re.M); near = difflib.get_close_matches(sys.argv[2], names, 1); sys.exit("error: there is no target " + sys.argv[2] + ("; did you mean `make " + near[0] + "`?" if near else ";") + " `make help` lists all targets")' "$(firstword $(MAKEFILE_LIST))" $(call quote,$@)
 
 .PHONY: clean
 clean: ## Remove tool caches; keep data, runs and .venv

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from sft_play import resources
 from sft_play.engines.registry import ALONE, distributed_engines, engine_of
-from sft_play.errors import StorageError
+from sft_play.errors import ConfigError, StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.report.layout import ending
-from sft_play.spelling import either
+from sft_play.spelling import either, make
 from sft_play.ui.console import console
 
 CONFIGS = resources.CONFIGS / "accelerate"
@@ -35,8 +35,16 @@ def default_config_path() -> Path:
 
 
 def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
-    """Writes accelerate's default config, by its wizard or for this machine; StorageError if that fails."""
+    """Writes accelerate's default config, by its wizard or for this machine.
+
+    Raises:
+        ConfigError: there is no terminal for the wizard.
+        StorageError: the file cannot be written.
+    """
     if not auto:
+        if not (sys.stdin and sys.stdin.isatty()):
+            auto_command = make("setup-accelerate", AUTO=1)
+            raise ConfigError(f"the wizard asks questions in a terminal; `{auto_command}` needs none")
         return subprocess.call([sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"])
     path = default_config_path()
     text = default_config(machine or detect())

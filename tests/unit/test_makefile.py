@@ -642,7 +642,8 @@ def test_extras_are_installed_by_hash_each_once(tmp_path):
 def test_a_target_that_does_not_exist_is_an_error_that_names_the_nearest(tmp_path):
     done = make("trian", dry=False, CONFIG="x.yaml")
     assert done.returncode and not done.stdout
-    assert "error: there is no target trian; did you mean `make train`?" in done.stderr
+    assert "error: there is no target trian; did you mean `make train`? `make help` lists" in done.stderr
+    assert "error: there is no target xyz; `make help` lists" in make("xyz", dry=False).stderr
     nasty = make(f"$(touch {tmp_path}/a); touch {tmp_path}/b '", dry=False)
     assert nasty.returncode and "there is no target" in nasty.stderr and not list(tmp_path.iterdir())
 

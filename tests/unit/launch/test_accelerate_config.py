@@ -1,6 +1,10 @@
+import io
+import sys
+
 import pytest
 import yaml
 
+from sft_play.errors import ConfigError
 from sft_play.launch.accelerate_config import (
     default_config,
     default_config_path,
@@ -39,6 +43,12 @@ def test_auto_writes_the_file_and_keeps_the_earlier_one(capsys):
     assert setup_accelerate(True, CPU_ONLY) == 0 and not list(default_config_path().parent.glob("*.before"))
     assert setup_accelerate(True, what_if("RTX 4090", 2)) == 0
     assert default_config_path().with_suffix(".yaml.before").read_text() == first
+
+
+def test_the_wizard_needs_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(ConfigError, match="in a terminal; `make setup-accelerate AUTO=1` needs none"):
+        setup_accelerate(False)
 
 
 def test_the_file_is_where_accelerate_reads_it(monkeypatch):
