@@ -77,6 +77,7 @@ class _Grouped(click.Group):
 PROGRAM = _Grouped(
     "sft-play",
     help="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
+    context_settings={"help_option_names": ["--help", "-h"]},
     epilog="""\b
 Examples:
   sft-play demo                                    a whole run, without a GPU

@@ -183,6 +183,12 @@ def test_no_example_is_broken_at_80_columns(command):
         assert f"{line}\n" in shown
 
 
+def test_help_has_its_short_flag_too():
+    for words in ([], ["train"]):
+        long, short = (CliRunner().invoke(PROGRAM, [*words, flag]) for flag in ("--help", "-h"))
+        assert short.exit_code == 0 and short.output == long.output
+
+
 def test_help_lists_each_command_once():
     listed = [name for names in GROUPS.values() for name in names]
     assert sorted(listed) == sorted(PROGRAM.commands) and len(set(listed)) == len(listed)
