@@ -56,9 +56,7 @@ MEASURED = (
 BATCHES = tuple(Product(m, k, n, 3) for m, k, n, _ in MEASURED)
 # Run where no rule holds. The second one's result and operands have two to eight times the elements.
 LARGE = Product(1024, 1024, 1024), Product(2048, 4096, 1024)
-BOUNDED = (
-    1.5  # less than so many times the scratch for the second one: it is of blocks, not of whole matrices
-)
+BOUNDED = 1.5  # if the second one takes less than so many times as much, it is for blocks, not for matrices
 
 
 @dataclass(frozen=True)
