@@ -60,6 +60,7 @@ GROUPS = {  # of the commands in `sft-play --help`
 
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
+HELP = {"help_option_names": ["--help", "-h"]}  # of each command too: it may be called without PROGRAM
 
 
 class _Grouped(click.Group):
@@ -77,7 +78,7 @@ class _Grouped(click.Group):
 PROGRAM = _Grouped(
     "sft-play",
     help="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings=HELP,
     epilog="""\b
 Examples:
   sft-play demo                                    a whole run, without a GPU
@@ -126,7 +127,7 @@ def command(
         text = (function.__doc__ or name).splitlines()[0]
         epilog = shown if examples else None
         made = click.Command(
-            name, callback=parsed, params=parameters, help=text, short_help=text, epilog=epilog
+            name, HELP, callback=parsed, params=parameters, help=text, short_help=text, epilog=epilog
         )
         PROGRAM.add_command(made)
         return function

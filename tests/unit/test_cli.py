@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from sft_play.cli import main, parse, report_error, run_rank
-from sft_play.commands.command_line import GROUPS, PROGRAM
+from sft_play.commands.command_line import GROUPS, PROGRAM, arguments
 from sft_play.errors import ConfigError
 from sft_play.launch.environment import WAITING, set_environment
 from sft_play.spelling import BY_MAKE
@@ -184,7 +184,8 @@ def test_no_example_is_broken_at_80_columns(command):
 
 
 def test_help_has_its_short_flag_too():
-    for words in ([], ["train"]):
+    arguments("check", config="my.yaml")  # as from Python, after which click keeps the flags of a command
+    for words in ([], ["train"], ["check"]):
         long, short = (CliRunner().invoke(PROGRAM, [*words, flag]) for flag in ("--help", "-h"))
         assert short.exit_code == 0 and short.output == long.output
 
