@@ -18,6 +18,7 @@ from sft_play.commands.answers import Scores, as_written, is_right, score_answer
 from sft_play.commands.judges import judged, judges
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.commands.questions import Question, closing_questions, questions
+from sft_play.config.inputs import asked_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError
@@ -195,7 +196,7 @@ def evaluate_run(
         result = {
             "name": run.path.name,
             "split": split,
-            "model": config.model.name,
+            "model": asked_name(config.model.name),
             "weights": str(weights),
             **trained.scores,
             "models": {name: one.scores for name, one in measured.items()},

@@ -21,6 +21,8 @@ def test_the_demo_takes_exact_match_on_held_out_rows_from_under_5_to_over_90_per
     assert scores["after"]["answered_rows"] == 200 and scores["after"]["split"] == "test"
     assert done.out.count("Pretraining the demo's base model") == 1
     assert done.err == ""
+    evaluated = sft("eval", "--json", "--limit", "1", "--config", RunDir(tmp_path / "demo").config)
+    assert evaluated.json["model"] == "builtin:demo"  # and not its folder in the cache
 
 
 @pytest.mark.slow
