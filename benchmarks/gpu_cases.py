@@ -17,7 +17,7 @@ from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.drafts import draft_plans
 from sft_play.planning.search.choice import choose_plan
 from sft_play.sizing.estimate.budget import DeviceBudget, device_budget, guard
-from sft_play.sizing.estimate.estimator import estimator, shared_traces
+from sft_play.sizing.estimate.estimator import estimator, shared_traces, with_births
 from sft_play.sizing.estimate.memory import SizedStep, estimate
 from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
 
@@ -232,8 +232,9 @@ def _planned(
 def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
-    step = shared_traces(architecture(model)).step(spec).on_device()
-    found = estimate([SizedStep(step)], budget, complete=True)
+    traces = shared_traces(architecture(model))
+    step = traces.step(spec).on_device()
+    found = estimate([SizedStep(step, first=with_births(traces, spec))], budget, complete=True)
     rounded = step.rounded(budget.granularity)
     in_layers = rounded.peaks(in_layers=True)
     terms = rounded.peaks()["forward"].terms

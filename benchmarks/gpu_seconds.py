@@ -1,10 +1,10 @@
-"""Predicts seconds and peaks of steps that were measured on a GPU, from its data sheet alone; needs no GPU.
+"""Predicts seconds and memory of steps that were measured on a GPU, from its data sheet alone; needs no GPU.
 
     python -m benchmarks.gpu_seconds
 
-It adds the predictions to benchmarks/results/gpu/NVIDIA-H200-x1.json: to each turn of our own its peak and
-the seconds of its steps after the first one, at the tokens that each of them had; to the run those of its
-average step.
+It adds the predictions to benchmarks/results/gpu/NVIDIA-H200-x1.json: to each step its memory, as
+sizing_gpu does where it is measured; to each turn of our own its peak and the seconds of its steps after the
+first one, at the tokens that each of them had; to the run those of its average step.
 """
 
 import json
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_cases import architecture
+from benchmarks.gpu_cases import Target, architecture, predict, spec_from_json
 from benchmarks.measurement_log import RESULTS, write_result
+from benchmarks.sizing_gpu import figures, with_errors
 from benchmarks.throughput import COURSES, make_rows, prepared, run_config
 from benchmarks.throughput_sides import CHOICES
 from sft_play.machine.gpus import what_if
@@ -68,8 +69,16 @@ def turn_of(gpu: str, name: str, side: str) -> tuple[Plan, list[int], Callable[.
 
 
 def predicted(tree: dict[str, Any]) -> dict[str, Any]:
-    """The results with the seconds that are predicted."""
-    gpu, run = tree["made_on"]["gpu"], tree["run"]
+    """The results with what is predicted now."""
+    made, run = tree["made_on"], tree["run"]
+    gpu, memory = made["gpu"], tree["parts"]["memory"]
+    target = Target(made["device"], gpu, tuple(made["compute_capability"]))
+    tree["steps"] = [
+        with_errors(step, predict(step["model"], spec_from_json(step["spec"]), target))
+        for step in tree["steps"]
+    ]
+    found = figures(tree["steps"], memory["cases"]["planned_for"])
+    memory |= {name: found[name] for name in ("errors", "worst_under_prediction_of_reserved")}
     for turn in tree["turns"]:
         if turn["side"] in ("sft-play", *CHOICES):
             plan, tokens, seconds = turn_of(gpu, turn["course"], turn["side"])

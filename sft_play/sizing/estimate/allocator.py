@@ -228,17 +228,25 @@ def _expanded(numbers: Sequence[int], changes: Sequence[int], page: int) -> int:
 
 
 def replay_steps(
-    step: Step, *, workspace_bytes: int = 0, warmup_bytes: int = 0, expandable: bool = True
+    step: Step,
+    *,
+    workspace_bytes: int = 0,
+    warmup_bytes: int = 0,
+    expandable: bool = True,
+    first: Step | None = None,
 ) -> Replay:
     """What PyTorch's caching allocator reserves for loading and two such steps.
 
     The order decides which freed blocks can be reused: optimizer states are born in the first optimizer step,
     when the memory of the backward pass is free, and the second step finds the cached blocks of the first.
-    Arguments are those of `first_steps` and `replay`.
+    Arguments are those of `first_steps`, `accumulated_steps` and `replay`.
     """
-    key = _digest(step), workspace_bytes, warmup_bytes, expandable
+    digests = _digest(step), _digest(first) if first else None
+    key = digests, workspace_bytes, warmup_bytes, expandable
     if key not in _REPLAYED:  # plans for several numbers of processes often have the same step
         found, streams = first_steps(step, workspace_bytes, warmup_bytes), _streams_of(step)
+        if first:
+            found = accumulated_steps(first, step, workspace_bytes, warmup_bytes)
         if expandable:
             _REPLAYED[key] = _in_expandable_segments(*_changes(*found), streams)
         else:
@@ -246,7 +254,7 @@ def replay_steps(
     return _REPLAYED[key]
 
 
-_REPLAYED: dict[tuple[bytes, int, int, bool], Replay] = {}
+_REPLAYED: dict[tuple[tuple[bytes, bytes | None], int, int, bool], Replay] = {}
 
 
 def _digest(step: Step) -> bytes:
@@ -278,7 +286,7 @@ def first_steps(
         one that frees it, and the events in parts: loading; forward pass, backward pass and the rest of the
         first step; and the four phases of the second one.
     """
-    sizes = dict(enumerate(step.sizes[step.timeline.source].tolist(), start=1))
+    sizes = dict(enumerate(_block_sizes(step), start=1))
     events, states = events_by_phase(step)
     forward, backward, warmup = (len(sizes) + more for more in (1, 2, 3))
     sizes |= {forward: workspace_bytes, backward: workspace_bytes, warmup: warmup_bytes}
@@ -289,6 +297,32 @@ def first_steps(
         [*events["optimizer"], *events["evaluation"]],
     ]
     return sizes, first + _again(events)
+
+
+def accumulated_steps(
+    first: Step, later: Step, workspace_bytes: int = 0, warmup_bytes: int = 0
+) -> tuple[dict[int, int], list[list[int]]]:
+    """As `first_steps`, for steps of two micro-batches on one stream.
+
+    The gradients are born in the backward pass of the `first` one, between activations that it frees, and die
+    in the optimizer's phase. So they lie otherwise than those that the `later` one finds from the start.
+    """
+    sizes, parts = first_steps(first, workspace_bytes, warmup_bytes)
+    offset = max(sizes)
+    sizes |= {offset + number: size for number, size in enumerate(_block_sizes(later), start=1)}
+    events, states = events_by_phase(first)
+    forward, backward = (
+        [event + offset if event > 0 else event - offset for event in part]
+        for part in _again({phase: events_by_phase(later)[0][phase] for phase in ("forward", "backward")})
+    )
+    load, ahead, back, rest, *again = parts
+    back = back[: len(back) - len(states)]
+    again[2:2] = [forward, backward]
+    return sizes, [load, ahead, back, forward, [*backward, *states], rest, *again]
+
+
+def _block_sizes(step: Step) -> list[int]:
+    return step.sizes[step.timeline.source].tolist()
 
 
 def as_changes(sizes: Mapping[int, int], parts: Iterable[list[int]]) -> Iterator[tuple[int, int]]:
@@ -317,6 +351,6 @@ def events_by_phase(step: Step) -> tuple[dict[str, list[int]], list[int]]:
 
 def _again(events: dict[str, list[int]]) -> list[list[int]]:
     """The events of another step, by phase: of blocks that a step both allocates and frees."""
-    parts = [events[phase] for phase in PHASES if phase != "load"]
+    parts = [events[phase] for phase in PHASES if phase != "load" and phase in events]
     every = set(itertools.chain.from_iterable(parts))
     return [[event for event in part if -event in every] for part in parts]

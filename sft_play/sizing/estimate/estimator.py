@@ -275,7 +275,15 @@ def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches
         spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
         spec = replace(spec, eval_share=None, fits=batches.most_fits)
     spec = replace(spec, compiled=False)  # which takes more; to generate code takes seconds
-    return [SizedStep(with_held(traces.step(spec), spec, plan, batches, None, evaluated))]
+    held = with_held(traces.step(spec), spec, plan, batches, None, evaluated)
+    return [SizedStep(held, first=with_births(traces, spec))]
+
+
+def with_births(traces: Traces, spec: StepSpec) -> Callable[[], Step] | None:
+    """As `SizedStep.first`: those of adapters are small."""
+    if spec.mode != "full" or not spec.accumulates or spec.compiled:
+        return None
+    return lambda: traces.step(replace(spec, accumulates=False))
 
 
 def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[SizedStep]:
@@ -289,7 +297,7 @@ def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) ->
         spec = StepSpec.of(run, plan, micro, evaluated)
         spec = spec if by_length else spec.without_lengths()
         held = with_held(traces.step(spec), spec, plan, batches, micro, evaluated)
-        return SizedStep(held, micro, evaluated)
+        return SizedStep(held, micro, evaluated, with_births(traces, spec))
 
     most = next(iter(later), None), next(iter(evaluation), None)
     pairs = [(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]

@@ -1,6 +1,6 @@
 """Derives the memory of a run from traced steps: other micro-batch sizes, the budget, fragmentation. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,11 +49,16 @@ def scaled_step(
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step, with the micro-batch and the batch of the evaluation that it is of; None stands for any."""
+    """A step, with the micro-batch and the batch of the evaluation that it is of; None stands for any.
+
+    `first` gives the same step as the first micro-batch of several, in which gradients are born, where they
+    are so large that it decides what the allocator reserves.
+    """
 
     step: Step
     micro: MicroBatch | None = None
     evaluated: MicroBatch | None = None
+    first: Callable[[], Step] | None = None
 
 
 def estimate(
@@ -98,9 +103,10 @@ def estimate(
     if device.kind == "cpu" or not (complete or _is_tight(memory, compact)):
         return memory
     # transformers' caching_allocator_warmup begins with a block of about the size of the weights
-    step = sized[step_of.get(top, 0)].step
-    warmup = 0 if engine.shards_weights else step.peaks()["load"].terms["weights"]
-    return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
+    highest = sized[step_of.get(top, 0)]
+    warmup = 0 if engine.shards_weights else highest.step.peaks()["load"].terms["weights"]
+    alone = highest if engine is ALONE else replace(highest, first=None)  # others have gradients in buffers
+    return replace(memory, reserved_bytes=reserved_bytes(alone, memory.peak_bytes, device, warmup))
 
 
 def _of_process(sized: SizedStep, device: DeviceBudget, engine: Engine, division: Division | None) -> Step:
@@ -187,13 +193,14 @@ def _is_tight(memory: Memory, compact: bool) -> bool:
     return matters_from < memory.process_bytes <= memory.budget_bytes
 
 
-def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget, warmup_bytes: int) -> int:
+def reserved_bytes(sized: SizedStep, peak_bytes: int, device: DeviceBudget, warmup_bytes: int) -> int:
     """What the allocator reserves at a peak: the peak plus the fragmentation in a replay of the step.
 
     The peak is with cuBLAS's workspaces. Loading begins with a block of `warmup_bytes`.
     """
     replayed = replay_steps(
-        step,
+        sized.step,
+        first=sized.first().rounded(device.granularity).on_device() if sized.first else None,
         workspace_bytes=device.workspace_bytes // HANDLES,
         warmup_bytes=warmup_bytes,
         expandable=device.expandable,

@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from sft_play.sizing.estimate.allocator import EMPTY_CACHE, replay
+from sft_play.sizing.estimate.allocator import EMPTY_CACHE, accumulated_steps, replay, replay_steps
+from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Step, Timeline
 from sft_play.units import MIB
 
 
@@ -103,3 +105,45 @@ def test_what_was_freed_on_one_stream_is_not_given_to_another():
     changes = [(1, 30 * MIB), (1, 0), (2, 30 * MIB), (2, 0), (3, 30 * MIB)]
     assert replay(changes, expandable=False).reserved == 30 * MIB
     assert replay(changes, expandable=False, streams={2: 1}).reserved == 60 * MIB
+
+
+def micro_batch(*, gradient_is_there: bool) -> Step:
+    """A weight, an activation, and a gradient that is born in the backward pass, unless it is there before."""
+    weight, activation, gradient, added = 1, 2, 3, 4
+    born = [added, -added, -activation] if gradient_is_there else [gradient, -activation]
+    parts = {
+        "load": [weight, gradient] if gradient_is_there else [weight],
+        "forward": [activation],
+        "backward": born,
+        "optimizer": [] if gradient_is_there else [-gradient],
+    }
+    events = [event for part in parts.values() for event in part]
+    phases = [PHASES.index(phase) for phase, part in parts.items() for _ in part]
+    terms = [TERMS.index(term) for term in ("weights", "activations", "gradients", "temporaries")]
+    timeline = Timeline(
+        events=np.array(events),
+        source=np.arange(4),
+        phases=np.array(phases),
+        layers=np.full(len(events), WHOLE_MODEL),
+        terms=np.array(terms),
+        streams=np.zeros(4, dtype=np.int64),
+    )
+    return Step(timeline, np.array([40 * MIB, 30 * MIB, 40 * MIB, 40 * MIB]))
+
+
+def test_gradients_are_born_in_the_first_micro_batch_and_found_by_the_next_one():
+    first, later = (micro_batch(gradient_is_there=there) for there in (False, True))
+    sizes, parts = accumulated_steps(first, later)
+    named = {1: "weight", 2: "activation", 3: "gradient"}
+    of_later = {max(named) + 4 + number: name for number, name in {2: "later activation", 4: "added"}.items()}
+    lines = [[(named | of_later).get(abs(event)) for event in part if sizes[abs(event)]] for part in parts]
+    step = [
+        ["activation"],
+        ["gradient", "activation"],
+        ["later activation"],
+        ["added", "added", "later activation"],
+        ["gradient"],
+    ]
+    assert lines == [["weight"], *step, *step, []], lines
+    both = replay_steps(later), replay_steps(later, first=first)
+    assert [found.requested for found in both] == [150 * MIB] * 2

@@ -101,6 +101,22 @@ def test_steps_of_a_gpu_are_predicted_again_within_the_targets():
     assert_within([row["error"] for row in rows if row["budget_bytes"] is None], GPU_TARGETS)
 
 
+@pytest.mark.thorough
+def test_steps_on_an_h200_are_predicted_again_to_what_they_reserved():
+    """Full steps of two micro-batches, too, whose gradients are born between the activations of the first one."""
+    tree = results_of("gpu/NVIDIA-H200-x1.json")
+    made = tree["made_on"]
+    target = Target(made["device"], made["gpu"], tuple(made["compute_capability"]))
+    full = [row for row in tree["steps"] if row["spec"]["mode"] == "full"]
+    for row in full:
+        found, measured = predict(row["model"], spec_from_json(row["spec"]), target), row["measured"]
+        assert found["reserved"] == row["predicted"]["reserved"]
+        process = measured["reserved"] + measured["outside_allocator"]
+        assert found["reserved"] == pytest.approx(measured["reserved"], rel=0.002)
+        assert found["reserved"] + found["context"] == pytest.approx(process, rel=0.002)
+    assert len(full) == 2 and all(abs(row["error_reserved"]) < 0.002 for row in tree["steps"])
+
+
 def test_planned_runs_of_a_gpu_did_not_run_out_of_memory_and_used_the_budget():
     tree = results_of("sizing_gpu.json")
     assert tree["planned_runs"] >= 60 and tree["planned_runs_out_of_memory"] == 0
