@@ -6,7 +6,7 @@ A step ends with the norm of its gradients, which the CPU reads; until it begins
 has little to do. The CPU's time from the one to the other, and that of clipping, is measured in LoRA runs of
 tiny matrices, by this trainer and by the library's own methods, in turns. It depends on the number of modules
 and not on their sizes. "calls" are the seconds besides the update, in calls of an operation as the device
-profile times them: what the clock counts for a GPU.
+profile times them: what the clock counts for a GPU that was measured.
 """
 
 import statistics

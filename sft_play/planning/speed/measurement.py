@@ -29,7 +29,6 @@ from sft_play.planning.speed.profile import (
     LENGTHS,
     PACKAGES,
     SIDES,
-    STEP_CALLS,
     STRETCHES,
     Curve,
     DeviceProfile,
@@ -55,6 +54,7 @@ TURNS = 32
 # takes a sixth of that ("rest" in benchmarks/results/step_parts_cpu.json), but calls in a larger model take
 # longer than in the tiny one that is timed, and small micro-batches are predicted too fast as it is.
 TRAINER_CALLS = 1100
+STEP_CALLS = 300  # and on a GPU, which waits between two steps: benchmarks/results/between_steps.json
 TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 WIDTH, HEAD_DIM = 512, 64  # of the measured attention
 # Attention on a GPU has the tokens of a micro-batch, since a short sequence alone occupies a part of it, and

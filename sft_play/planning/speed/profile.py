@@ -54,9 +54,6 @@ KERNEL_S = {"cuda": 3e-6, "cpu": 1e-6}  # the shortest time of a kernel
 # The time that PyTorch and a model's modules take to call an operation, forward and backward: measured on an
 # idle server CPU (AMD EPYC, a LoRA step), and for CUDA 3 microseconds more for the launch of a kernel.
 CALL_S = {"cuda": (9e-6, 6e-6), "cpu": (6e-6, 3e-6)}
-# What the trainer takes per step, in calls of an operation, while a GPU has nothing to do: from the norm of
-# the gradients to the next forward pass, besides the update ("calls" in results/between_steps.json).
-STEP_CALLS = 250
 # Per element and step, in fp32: clipping (2 reads, 1 write of the gradient) and AdamW (4 reads, 3 writes).
 UPDATE_BYTES = 40
 SIDES = {"cpu": (8, 64, 512, 2048), "cuda": (16, 128, 1024, 8192)}  # of measured products
@@ -351,5 +348,4 @@ def derived_from_data_sheet(
         call_backward_s=backward,
         update_element_s=UPDATE_BYTES / stream,
         update_tensor_s=2 * least,
-        step_s=STEP_CALLS * forward if kind == "cuda" else 0.0,
     )
