@@ -118,19 +118,23 @@ def _state_bytes_of(weight: torch.Tensor, optimizer: str, device: str) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def saved_bytes(session: Session) -> int:
+    """Size of a checkpoint and the result together."""
+    return checkpoint_bytes(session) + result_bytes(session)
+
+
 def saving_s(session: Session) -> float:
     """Seconds that processes wait for each other while one writes a checkpoint or the result.
 
     It is parallel.timeout_s, unless a slow disk takes longer for what a large model saves.
     """
-    size = checkpoint_bytes(session) + result_bytes(session)
-    return max(session.job.config.parallel.timeout_s, size / SLOW_DISK)
+    return max(session.job.config.parallel.timeout_s, saved_bytes(session) / SLOW_DISK)
 
 
 def require_space(session: Session) -> None:
     """Raises a StorageError before the first step if a checkpoint and the result do not fit on the disk."""
     job = session.job
-    needed = int((checkpoint_bytes(session) + result_bytes(session)) * MARGIN)
+    needed = int(saved_bytes(session) * MARGIN)
     free = free_bytes(job.run.path)
     if not all_agree(free >= needed or not job.keeps_files):
         raise StorageError(
@@ -140,11 +144,12 @@ def require_space(session: Session) -> None:
 
 
 @contextmanager
-def waiting_longer(session: Session, limit_s: float) -> Iterator[None]:
-    """In the block, this process waits so long for others before it takes them for hanging."""
+def waiting_longer(session: Session) -> Iterator[None]:
+    """In the block, this process waits for others, if there are any, as long as `saving_s` says."""
     if session.job.plan.sharing.world_size == 1:
         yield
         return
+    limit_s = saving_s(session)
     beats = (each for each in session.trainer.callback_handler.callbacks if isinstance(each, Heartbeat))
     wait_longer(limit_s)
     with next(beats).saving(limit_s):
@@ -161,7 +166,6 @@ class SpaceForSaves(TrainerCallback):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._limit_s = saving_s(session)
         self._left_out = False
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -205,7 +209,7 @@ class SpaceForSaves(TrainerCallback):
         job, state = self._session.job, self._session.trainer.state
         best = state.best_model_checkpoint
         try:
-            with waiting_longer(self._session, self._limit_s):
+            with waiting_longer(self._session):
                 yield
         except Exception as error:
             reason = write_failure(error, job.run.path)
