@@ -198,7 +198,9 @@ def compare_logits(reference: torch.Tensor, other: torch.Tensor) -> LogitDiffere
 
 def require_merged(run: RunDir, adapter: Path, output: Path | None = None) -> str:
     """The dtype of the merged model; CheckpointError if it is damaged or not of this adapter."""
-    elsewhere = {"OUT": shlex.quote(str(output))} if output else {}
+    elsewhere = {}
+    if output:
+        elsewhere["OUT"] = shlex.quote(str(output))
     command, output = make("merge", RUN=shlex.quote(run.typed), **elsewhere), output or run.merged
     info = read_json(output / MERGE_INFO)
     if not info:

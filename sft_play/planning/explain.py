@@ -55,9 +55,11 @@ def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[str]:
     off = [rule for _, rule in spec.scratch if not rule.holds]
     if not off:
         return []
-    most = [rule.most for rule in off if rule.most is not None]
-    dtype, worst = spec.precision.computed_in, max(rule.worst for rule in off)
-    return [evidence.scratch_off_rule(dtype, worst, max(most) if len(most) == len(off) else None)]
+    bounds, most = [rule.most for rule in off if rule.most is not None], None
+    if len(bounds) == len(off):
+        most = max(bounds)
+    worst = max(rule.worst for rule in off)
+    return [evidence.scratch_off_rule(spec.precision.computed_in, worst, most)]
 
 
 def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[str]:
@@ -125,11 +127,15 @@ def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED, re
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     profile = profile_of(machine, processes)
     busy = only_while_busy(machine, processes)
-    found = [evidence.only_while_busy(device_name(machine))] if busy else []
+    found = []
+    if busy:
+        found.append(evidence.only_while_busy(device_name(machine)))
     if profile is None:
         return found
     source = f"seconds from the profile of {profile.device}, {profile.source}"
-    found = [evidence.SECONDS_OF_EARLIER_RUN if origin == EARLIER else source, *found]
+    if origin == EARLIER:
+        source = evidence.SECONDS_OF_EARLIER_RUN
+    found = [source, *found]
     if processes > 1:
         collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured

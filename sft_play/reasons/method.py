@@ -14,7 +14,9 @@ def precision(asked: str, autocast: str, device: Device) -> str:
     """The autocast type, and why."""
     if asked != "auto":
         return f"{asked} autocast, as set in the config"
-    return "fp32 on the CPU" if device.kind == "cpu" else f"{autocast} autocast, which {device.name} supports"
+    if device.kind == "cpu":
+        return "fp32 on the CPU"
+    return f"{autocast} autocast, which {device.name} supports"
 
 
 def master_weights(dtype: Literal["float32", "bfloat16"], size: int, place: str = "memory") -> str:

@@ -56,8 +56,13 @@ def on_screen(
 
 def markdown(table: Table) -> str:
     """The table in Markdown; empty without rows."""
-    rows = (table.head, ("---",) * len(table.head), *table.rows) if table.rows else ()
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in rows)
+    if not table.rows:
+        return ""
+    lines = []
+    for row in (table.head, ("---",) * len(table.head), *table.rows):
+        cells = [cell.replace("|", "&#124;") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 class Bar:

@@ -241,7 +241,7 @@ def replay_steps(
     when the memory of the backward pass is free, and the second step finds the cached blocks of the first.
     Arguments are those of `first_steps`, `accumulated_steps` and `replay`.
     """
-    digests = _digest(step), _digest(first) if first else None
+    digests = tuple(map(_digest, filter(None, (step, first))))
     key = digests, workspace_bytes, warmup_bytes, expandable
     if key not in _REPLAYED:  # plans for several numbers of processes often have the same step
         found, streams = first_steps(step, workspace_bytes, warmup_bytes), _streams_of(step)
@@ -254,7 +254,7 @@ def replay_steps(
     return _REPLAYED[key]
 
 
-_REPLAYED: dict[tuple[tuple[bytes, bytes | None], int, int, bool], Replay] = {}
+_REPLAYED: dict[tuple[tuple[bytes, ...], int, int, bool], Replay] = {}
 
 
 def _digest(step: Step) -> bytes:
@@ -310,15 +310,18 @@ def accumulated_steps(
     sizes, parts = first_steps(first, workspace_bytes, warmup_bytes)
     offset = max(sizes)
     sizes |= {offset + number: size for number, size in enumerate(_block_sizes(later), start=1)}
-    events, states = events_by_phase(first)
-    forward, backward = (
-        [event + offset if event > 0 else event - offset for event in part]
-        for part in _again({phase: events_by_phase(later)[0][phase] for phase in ("forward", "backward")})
-    )
+    (_, states), (events, _) = events_by_phase(first), events_by_phase(later)
+    passes = _again({phase: events[phase] for phase in ("forward", "backward")})
+    forward, backward = (_renumbered(part, offset) for part in passes)
     load, ahead, back, rest, *again = parts
     back = back[: len(back) - len(states)]
     again[2:2] = [forward, backward]
     return sizes, [load, ahead, back, forward, [*backward, *states], rest, *again]
+
+
+def _renumbered(events: Sequence[int], offset: int) -> list[int]:
+    numbers = np.array(events, dtype=np.int64)
+    return (numbers + np.sign(numbers) * offset).tolist()
 
 
 def _block_sizes(step: Step) -> list[int]:

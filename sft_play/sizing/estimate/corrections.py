@@ -275,6 +275,10 @@ def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[str]:
         found.append(f"corrected by an earlier probe of such a step: memory beyond the weights x {ratio:.3f}")
     if record.ran_out is not None:
         tokens = record.ran_out.micro_batch_tokens
-        otherwise: Any = "more_free" if plan.rows.most_tokens >= tokens else "smaller"
-        found.append(ran_out_before(tokens, "again" if memory.ran_out else otherwise))
+        if memory.ran_out:
+            found.append(ran_out_before(tokens, "again"))
+        elif plan.rows.most_tokens >= tokens:
+            found.append(ran_out_before(tokens, "more_free"))
+        else:
+            found.append(ran_out_before(tokens, "smaller"))
     return found

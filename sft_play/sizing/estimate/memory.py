@@ -105,8 +105,9 @@ def estimate(
     # transformers' caching_allocator_warmup begins with a block of about the size of the weights
     highest = sized[step_of.get(top, 0)]
     warmup = 0 if engine.shards_weights else highest.step.peaks()["load"].terms["weights"]
-    alone = highest if engine is ALONE else replace(highest, first=None)  # others have gradients in buffers
-    return replace(memory, reserved_bytes=reserved_bytes(alone, memory.peak_bytes, device, warmup))
+    if engine is not ALONE:  # others have gradients in buffers
+        highest = replace(highest, first=None)
+    return replace(memory, reserved_bytes=reserved_bytes(highest, memory.peak_bytes, device, warmup))
 
 
 def _of_process(sized: SizedStep, device: DeviceBudget, engine: Engine, division: Division | None) -> Step:
@@ -198,9 +199,12 @@ def reserved_bytes(sized: SizedStep, peak_bytes: int, device: DeviceBudget, warm
 
     The peak is with cuBLAS's workspaces. Loading begins with a block of `warmup_bytes`.
     """
+    first = None
+    if sized.first:
+        first = sized.first().rounded(device.granularity).on_device()
     replayed = replay_steps(
         sized.step,
-        first=sized.first().rounded(device.granularity).on_device() if sized.first else None,
+        first=first,
         workspace_bytes=device.workspace_bytes // HANDLES,
         warmup_bytes=warmup_bytes,
         expandable=device.expandable,

@@ -82,7 +82,9 @@ class ScratchRule:
         """The scratch of these products."""
         weights = self.result, self.first, self.second
         taken = self.constant + sum(map(int.__mul__, weights, sizes.elements))
-        return taken if self.most is None else min(taken, self.most)
+        if self.most is None:
+            return taken
+        return min(taken, self.most)
 
 
 Measured = Sequence[tuple[Product, int]]  # what products took, in bytes
@@ -105,8 +107,13 @@ def rule_of(measured: Measured) -> ScratchRule:
 
 def bounded(rule: ScratchRule, large: Measured) -> ScratchRule:
     """The rule with a bound, if what the `LARGE` products took has one."""
-    less, more = (max(taken for each, taken in large if each == sizes) for sizes in LARGE)
-    return replace(rule, most=max(less, more)) if more < BOUNDED * less else rule
+    most = dict.fromkeys(LARGE, 0)
+    for sizes, taken in large:
+        most[sizes] = max(taken, most[sizes])
+    less, more = most.values()
+    if more < BOUNDED * less:
+        return replace(rule, most=max(less, more))
+    return rule
 
 
 def product_scratch(dtype: str, threads: int) -> Rules:
