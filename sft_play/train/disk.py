@@ -69,9 +69,7 @@ def write_failure(error: Exception, folder: Path) -> str | None:
     return "a file could not be written" if any(words in str(error) for words in TORCH_SAVE) else None
 
 
-SLOW_DISK = (
-    100e6  # bytes per second; an assumption: no slower one is waited for longer than parallel.timeout_s
-)
+SLOW_DISK = 100e6  # bytes per second: an assumption
 MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
 
 

@@ -137,12 +137,10 @@ class PlannedTrainer(SFTTrainer):
         The library does so after each step, when a GPU has nothing to do: it waits from the norm of the
         gradients, which the CPU reads, until the next forward pass.
         """
-        self._trained = [each for each in model.parameters() if each.requires_grad]
-        try:
-            with patched(model, "zero_grad", partial(forget_gradients, self._trained)):
-                super()._run_epoch(model, *args, **kwargs)
-        finally:
-            self._trained = []
+        trained = [each for each in model.parameters() if each.requires_grad]
+        forget = partial(forget_gradients, trained)
+        with patched(self, "_trained", trained), patched(model, "zero_grad", forget):
+            super()._run_epoch(model, *args, **kwargs)
 
     def _clip_grad_norm(self, model: object) -> Any:
         """Clips the gradients and returns their norm; the library looks for them in all modules."""

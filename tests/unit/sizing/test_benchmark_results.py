@@ -19,6 +19,7 @@ from benchmarks.sizing import predict as predict_small
 from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
 from sft_play.choices.kernels import COMPILED
+from sft_play.planning.speed.measurement import STEP_CALLS
 from sft_play.sizing.estimate import budget
 from sft_play.sizing.estimate.estimator import Traces
 from sft_play.sizing.meters.product_scratch import product_scratch
@@ -99,6 +100,11 @@ def test_steps_of_a_gpu_are_predicted_again_within_the_targets():
     ]
     assert_within([row["error"] for row in again], GPU_TARGETS)
     assert_within([row["error"] for row in rows if row["budget_bytes"] is None], GPU_TARGETS)
+
+
+def test_what_the_trainer_takes_between_two_steps_of_a_gpu_was_measured():
+    calls = [run["calls"] for run in results_of("between_steps.json")["runs"]]
+    assert min(calls) <= STEP_CALLS <= max(calls)
 
 
 @pytest.mark.thorough
