@@ -156,6 +156,9 @@ class RunBatches:
     held_units: int = 0  # as many patches or tiles
     token_bytes: int = TOKEN_BYTES  # of a token of a batch
     unit_bytes: int = 0  # of a patch or tile
+    # Tokens with padding of the busiest process, over those without of an average one: where the others wait
+    # for it at the end of each step, and of each micro-batch.
+    busiest: tuple[float, float] = (1.0, 1.0)
 
     def bytes_of(self, tokens: int, units: int) -> int:
         """Of batches with so many tokens and patches or tiles."""

@@ -32,6 +32,11 @@ class BatchSplit:
     accumulation: int
     data_ranks: int  # processes, or groups of them, with micro-batches of their own
 
+    @classmethod
+    def of(cls, plan: Plan) -> "BatchSplit":
+        """That of a plan."""
+        return cls(plan.rows_per_step, plan.batch.accumulation, plan.sharing.data_ranks)
+
     @property
     def bins(self) -> int:
         """Micro-batches per step, over all devices."""
@@ -53,6 +58,16 @@ class BatchSplit:
         following[:-1] = own[1:, 0]
         held = own.sum(axis=1) + following
         return np.broadcast_to(held[:, None], own.shape).reshape(tokens.shape)
+
+    def busiest(self, tokens: np.ndarray, own: int) -> tuple[float, float]:
+        """How many times an average process's tokens the one has that the others wait for.
+
+        They do at the end of a step, or of each micro-batch. `tokens`, [steps, bins], may have padding, which
+        the `own` ones of all processes have not.
+        """
+        held = tokens.reshape(len(tokens), self.accumulation, self.data_ranks)
+        waited = int(held.sum(axis=1).max(axis=1).sum()), int(held.max(axis=2).sum())
+        return self.data_ranks * waited[0] / own, self.data_ranks * waited[1] / own
 
 
 def _rows(key: str, value: int, row_tokens: int | None) -> int:

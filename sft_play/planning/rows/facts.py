@@ -194,6 +194,14 @@ class DataFacts:
         tokens = self.tokens_per_process(plan) * plan.sharing.world_size
         return tokens / plan.step_seconds if plan.step_seconds else None
 
+    def busiest_share(self, plan: Plan, hidden_size: int, *, each: bool) -> float:
+        """As `BatchSplit.busiest`, where the others wait at the end of a step, or of `each` micro-batch."""
+        if not self.seen:  # all rows are equally long
+            groups = plan.sharing.data_ranks
+            return -(-plan.rows_per_step // groups) * groups / plan.rows_per_step
+        about = plan.schedule.total_steps, hidden_size, plan.rows.joined
+        return self._heaviest(BatchSplit.of(plan), *about).busiest[each]
+
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
     ) -> tuple[int, int]:
@@ -229,7 +237,9 @@ class DataFacts:
     def _heaviest_of(
         self, schedule: Schedule, split: BatchSplit, padding_free: bool, ranks: int
     ) -> RunBatches:
-        tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
+        own = schedule.sums(self.lengths)
+        tokens = own if padding_free else schedule.padded_tokens(self.lengths)
+        busiest = split.busiest(tokens, int(own.sum()))
         units = schedule.sums(self.pictures.units(len(self.lengths)))
         rows = None if padding_free else schedule.sums(np.ones_like(self.lengths))
         tokens, units = self.pictures.filled(tokens, units, rows)
@@ -251,7 +261,8 @@ class DataFacts:
             )
             for index in latest
         )
-        return RunBatches(tuple(found), held=int(held.max()), held_units=int(held_units.max()))
+        most: dict[str, Any] = dict(held=int(held.max()), held_units=int(held_units.max()))
+        return RunBatches(tuple(found), **most, busiest=busiest)
 
     def _supervised_of_rank(self, schedule: Schedule, ranks: int) -> np.ndarray:
         """Supervised tokens of each micro-batch, of the rank that has most of them, [micro-batches]."""
@@ -310,10 +321,8 @@ class DataFacts:
         """Those of the schedule; none for a plan that was changed, so that it would need other rows."""
         if not self.seen:
             return RunBatches()
-        split = BatchSplit(plan.rows_per_step, plan.batch.accumulation, plan.sharing.data_ranks)
-        found = self._heaviest(
-            split, plan.schedule.total_steps, hidden_size, plan.rows.joined, plan.sharing.sequence_ranks
-        )
+        about = plan.schedule.total_steps, hidden_size, plan.rows.joined
+        found = self._heaviest(BatchSplit.of(plan), *about, plan.sharing.sequence_ranks)
         if max(each.tokens for each in found.train) != plan.rows.most_tokens:
             return RunBatches()
         return found

@@ -4,7 +4,8 @@ The times of all operations of a traced step are added up, as the device's profi
 between processes is added in full, as if none of it overlapped with computation. On GPUs some of it does, but
 dividing a model has made published steps longer by more than this (benchmarks/evidence/overlap.py): links are
 slower than in data sheets, and computation is, while they are in use. Where a link may be one or another, the
-slower one counts; `with_range` says what the other end would be. Units: seconds, bytes.
+slower one counts; `with_range` says what the other end would be. Processes wait for the one that has most
+tokens, so its tokens count. Units: seconds, bytes.
 """
 
 from collections.abc import Callable, Iterable
@@ -99,7 +100,7 @@ def plan_clock(
     """
     facts, machine, processes = request.facts, request.machine, request.processes
     profile = profile or profile_of(machine, processes)
-    work_of = work_of_request(request)
+    work_of, hidden_size = work_of_request(request), request.architecture.facts.hidden_size
     inside = cache(lambda count: collectives_of(machine, count, best=best))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas, best=best))
 
@@ -110,7 +111,8 @@ def plan_clock(
         unknown = link and collectives is None and sends and processes > 1
         if profile is None or unknown:
             return None
-        batch = mean_micro_batch(facts, plan)
+        share = facts.busiest_share(plan, hidden_size, each=engine.shards_weights)
+        batch = mean_micro_batch(facts, plan, share)
         if not exchanged:
             plan = replace(plan, sharing=replace(plan.sharing, defers_exchange=False))
         work = work_of(run, plan, batch.tokens)
@@ -239,9 +241,12 @@ def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
     return partial(facts.batches_of, hidden_size=architecture.facts.hidden_size)
 
 
-def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
-    """A micro-batch of average size; attention runs once per row if rows are joined."""
-    tokens = facts.tokens_per_process(plan) / plan.batch.accumulation
+def mean_micro_batch(facts: DataFacts, plan: Plan, share: float = 1.0) -> MicroBatch:
+    """A micro-batch of average size, or of a process with so many times as many tokens as an average one.
+
+    Attention runs once per row if rows are joined.
+    """
+    tokens = share * facts.tokens_per_process(plan) / plan.batch.accumulation
     rows = tokens / facts.mean_tokens
     return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.rows.joined else 1.0)
 

@@ -80,3 +80,26 @@ def test_inputs_in_ram_take_the_time_of_their_way_over_the_link():
         (here, away), rel=1e-4
     )  # beside computation, or after it
     assert ranged.step_seconds_range_reason == "to RAM over PCIe 4.0 x 16, or x 8"
+
+
+def test_a_step_takes_as_long_as_that_of_the_process_with_most_tokens():
+    """Of 16 rows, four of twelve processes have two, as all have of 24; of two rows, the longer one counts."""
+    run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "d"}})
+    plan = plan_with(
+        PLAN, max_seq_len=1024, sequence_tokens=1024, device="cuda", dtype="bfloat16", mixed_precision="bf16",
+        attention="varlen_sdpa", gradient_accumulation_steps=1, compute_capability=(8, 9), engine="ddp",
+        micro_batch_size=2, micro_batch_tokens=2048, total_steps=1,
+    )  # fmt: skip
+
+    def seconds(lengths, processes):
+        lengths = np.array(lengths)
+        facts = DataFacts(lengths, lengths, 1024, lengths.mean(), (lengths.astype(float) ** 2).mean(), seed=0)
+        request = Request(run, LARGE, facts, what_if("RTX 4090", processes), processes)
+        return plan_clock(request, link=False)(
+            run, plan_with(plan, effective_batch_size=len(lengths), world_size=processes)
+        )
+
+    two_each = seconds(24 * [1024], 12)
+    assert seconds(16 * [1024], 12) == pytest.approx(two_each)
+    assert seconds(12 * [1024], 12) < 0.7 * two_each
+    assert seconds([1024, 16], 2) == pytest.approx(seconds([1024, 1024], 2), rel=0.01)
