@@ -5,7 +5,7 @@ micro-batches before large ones. Sizing a draft (calling the estimator) is the e
 avoids it where the answer is known:
 
 - Memory grows with the micro-batch. Once a micro-batch does not fit, no larger one of that engine and
-  checkpointing setting is sized.
+  checkpointing setting is sized, unless it does without accumulation, and so without earlier gradients.
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
 - Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
@@ -164,22 +164,26 @@ def _size_all(
 
 
 def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
-    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode."""
-    sized: list[Plan] = []
-    exhausted: set[str] = set()
+    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode.
+
+    And the one that does not accumulate, if it might fit: in its forward pass there are no gradients yet.
+    """
+    sized, misfits = list[Plan](), dict[str, Memory]()
     for draft in drafts:
         needless = any(_recomputes(draft, plan) for plan in _fitting(sized))
-        if draft.activations.policy not in exhausted and not needless:
+        misfit = misfits.get(draft.activations.policy)
+        alone = draft.batch.accumulation == 1 and misfit and misfit.fits_without(("gradients",))
+        if (alone or not misfit) and not needless:
             memory = memory_of(draft)
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
-                exhausted.add(draft.activations.policy)
+                misfits[draft.activations.policy] = memory
     return sized
 
 
 def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
-    """Plans that may be faster, of the splits that fit only with their activations recomputed."""
-    fitting = _fitting(sized)
+    """Plans that may be faster, of those that may be chosen and fit only with activations recomputed."""
+    fitting = _without_needless(_fitting(sized))
     best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
     recomputing = [plan for plan in fitting if plan.activations == RECOMPUTED]
     needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
@@ -216,7 +220,7 @@ def _pick_fastest(fitting: list[Plan], seconds_of: SecondsOf) -> tuple[Plan, flo
     the same split. If speed is unknown, the largest micro-batch with the first plan's engine and
     checkpointing. A plan of unknown speed is not faster than one whose speed is known.
     """
-    fitting = [plan for plan in fitting if not _trades_speed_needlessly(plan, fitting)]
+    fitting = _without_needless(fitting)
     times = [seconds_of(plan) for plan in fitting]
     known = [(plan, time) for plan, time in zip(fitting, times, strict=True) if time is not None]
     if not known:
@@ -235,9 +239,11 @@ def _divides(plan: Plan) -> bool:
     return engine_of(plan.sharing.engine).shards_weights
 
 
-def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
-    others = [_split(other) for other in fitting if not engine_of(other.sharing.engine).trades_speed]
-    return engine_of(plan.sharing.engine).trades_speed and _split(plan) in others
+def _without_needless(fitting: list[Plan]) -> list[Plan]:
+    """Those that do not trade speed for memory where another one fits with the same split."""
+    trading = [plan for plan in fitting if engine_of(plan.sharing.engine).trades_speed]
+    others = [_split(plan) for plan in fitting if plan not in trading]
+    return [plan for plan in fitting if plan not in trading or _split(plan) not in others]
 
 
 def _reasons(

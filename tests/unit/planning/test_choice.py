@@ -169,8 +169,10 @@ def of_layers(kept_row: float = 4, recomputed_row: float = 1, base: float = 10, 
     return estimate, seconds, asked
 
 
-def mixed_plan(run: RunConfig, estimate, seconds) -> tuple[Plan, list[str]]:
-    drafts = draft_plans(run, device=GPU, world_size=1, rows=1000, max_seq_len=1024, attention="sdpa")
+def mixed_plan(run: RunConfig, estimate, seconds, world_size: int = 1) -> tuple[Plan, list[str]]:
+    drafts = draft_plans(
+        run, device=GPU, world_size=world_size, rows=1000, max_seq_len=1024, attention="sdpa"
+    )
     return choose_plan(run, drafts, estimate, seconds, layers=LAYERS)
 
 
@@ -207,6 +209,17 @@ def test_layers_are_mixed_only_where_that_is_faster_than_either_extreme():
     for fixed in ({"gradient_checkpointing": True}, {"activations": "recompute"}, {"activations": "keep"}):
         assert mixed_plan(config(**fixed), estimate, seconds)[0].activations.kept_layers == 0
     assert not any(plan.activations.kept_layers for plan in asked)
+
+
+def test_layers_of_ddp_are_mixed_although_those_of_zero_would_be_faster():
+    """ZeRO-2 is not taken for its predicted speed, so it is no mark that DDP has to be below."""
+    estimate, seconds, _ = of_layers()
+
+    def faster_zero(run: RunConfig, plan: Plan) -> float:
+        return seconds(run, plan) * (0.98 if plan.sharing.engine == "deepspeed_z2" else 1)
+
+    plan, _ = mixed_plan(config(batch_size=4), estimate, faster_zero, world_size=2)
+    assert (plan.sharing.engine, plan.activations.kept_layers) == ("ddp", 8)
 
 
 def test_a_model_whose_layers_cannot_be_told_apart_is_not_mixed():
@@ -348,6 +361,27 @@ def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
     choose(config(gradient_checkpointing=True), counting, clock(0.1))
     assert [plan.batch.micro for plan in asked] == [1, 2, 4, 8]
     assert plan_with(asked[0], micro_batch_size=1) == asked[0]
+
+
+def test_a_step_without_accumulation_may_fit_where_a_smaller_micro_batch_does_not():
+    """Its forward pass has no gradients of an earlier micro-batch: 14 GiB for four rows, 19 for one."""
+    asked = []
+
+    def estimate(run, plan, complete=False):
+        asked.append(plan.batch.micro)
+        found = memory_of(budget, row=1)(run, plan)
+        gradients = 8 * GIB * (plan.batch.accumulation > 1)
+        return replace(
+            found, terms=found.terms | {"gradients": gradients}, peak_bytes=found.peak_bytes + gradients
+        )
+
+    run, budget = config(mode="full", effective_batch_size=4, activations="keep"), 15
+    assert choose(run, estimate, clock(0.1)).batch.micro == 4 and 2 not in asked
+    budget = 10.5  # where it is no use without gradients, it is not even sized
+    asked.clear()
+    with pytest.raises(DoesNotFitError):
+        choose(run, estimate, clock(0.1))
+    assert set(asked) == {1}
 
 
 def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():
