@@ -237,6 +237,7 @@ def _cache_key(
             "sources": [given.path for given in inputs] if data.sources else None,
             "tokenizer": store.tokenizer_digest(tokenizer),
             "max_tokens": max_tokens,
+            "auto_blocks": data.task != "sft" and config.model.max_seq_len == "auto",  # as of `block_tokens`
             "day": str(day),
             "images": [gallery.key for gallery in galleries],
             "held_out": [held_out, config.train.seed] if held_out else None,

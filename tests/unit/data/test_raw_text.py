@@ -105,6 +105,12 @@ def test_auto_cuts_raw_text_at_2048_tokens_or_at_what_the_model_supports(write_r
     assert block_tokens(asked.model, 8192) == 8192
 
 
+def test_asking_for_as_many_tokens_as_the_model_supports_is_not_auto(run, write_rows):
+    path = write_rows([{"text": WORDS * 300}])
+    auto, asked = (run(path, max_seq_len=limit, model_limit=4096) for limit in ("auto", 4096))
+    assert (auto.stats["train"]["lengths"]["max"], asked.stats["train"]["lengths"]["max"]) == (2048, 4096)
+
+
 def test_rows_of_one_token_are_refused_since_nothing_could_be_learned(write_rows, make_tokenizer):
     data = {"train_path": str(write_rows([{"text": "What is two plus two?"}] * 20)), "task": "cpt"}
     config = RunConfig.model_validate({"model": {"name": "toy", "max_seq_len": 1}, "data": data})
