@@ -186,9 +186,11 @@ def _array_rows(text: str, start: int, file: Path, strict: json.JSONDecoder) -> 
             line += text.count("\n", counted, position)
             found = repr(following) if following else "the end: is the file truncated?"
             raise DataError(f"{file}:{line}: not valid JSON: expected ',' or ']' after a row, found {found}")
-    rest = text[_skip_space(text, position + 1) :][:1]
-    if rest and rest not in ",}":  # what follows the array in {"data": [...], ...}
-        raise DataError(f"{file}: not valid JSON: {rest!r} after the array of rows")
+    try:  # what is around the array: nothing, or {"data": [...], ...}
+        strict.decode(f"{text[: start - 1]}null{text[position + 1 :]}")
+    except (ValueError, RecursionError) as error:
+        said = getattr(error, "msg", error)
+        raise DataError(f"{file}: not valid JSON after the array of rows: {said}") from None
 
 
 def _skip_space(text: str, start: int) -> int:
