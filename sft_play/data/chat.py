@@ -194,8 +194,8 @@ def answer_text(chat: Chat, conversation: Conversation, turn: int) -> str | None
         start = _start_of_answer(conversation, turn, own, prompt)
     except DataError:
         return None
-    answer = own[start : _end_of_turn(chat, own)]
-    return answer.removesuffix(next(filter(answer.endswith, chat.end_tokens), ""))
+    end = _end_of_turn(chat, own)
+    return own[start:end].removesuffix(_end_token(chat, own, start, end))
 
 
 def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> Renderings:
@@ -203,13 +203,13 @@ def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) 
     found: list[tuple[str, list[Span], int]] = []
     for turn in reversed(turns):
         own, prompt = yield conversation, turn
+        start = _start_of_answer(conversation, turn, own, prompt)
         end = _end_in(chat, own, found[-1][0]) if found else None
         if end is None:
             end = _end_of_turn(chat, own)
             found.append((own[:end], [], turn + 1))
         else:
-            end = _through_marker(chat, found[-1][0], end)
-        start = _start_of_answer(conversation, turn, own, prompt)
+            end = _through_marker(chat, found[-1][0], start, end)
         _check_shown(conversation, turn, own[start:end])
         found[-1][1].append((start, end))
     return [_rendered(chat, text, spans[::-1], count) for text, spans, count in reversed(found)]
@@ -220,8 +220,8 @@ def _rendered(chat: Chat, text: str, spans: Sequence[Span], messages: int) -> Re
     return RenderedRow(
         text,
         tuple(spans),
-        add_eos=not text.endswith(chat.end_tokens),
-        unstopped=any(not text.endswith(chat.end_tokens, 0, end) for _, end in spans[:-1]),
+        add_eos=not _end_token(chat, text, *spans[-1]),
+        unstopped=not all(_end_token(chat, text, *span) for span in spans[:-1]),
         messages=messages,
     )
 
@@ -281,16 +281,29 @@ def _end_of_turn(chat: Chat, text: str) -> int:
     return len(stripped) if stripped.endswith(chat.end_tokens) else len(text)
 
 
-def _through_marker(chat: Chat, text: str, end: int) -> int:
+def _end_token(chat: Chat, text: str, start: int, end: int) -> str:
+    """The token that ends the answer at a span of `text`; "" if none does.
+
+    One that closes a part of the answer, as "</tool_call>" does, does not end it.
+    """
+    answer = text[start:end]
+    for token in filter(answer.endswith, chat.end_tokens):
+        opened = answer.find(token.replace("</", "<")) if token.startswith("</") else 0
+        if opened <= 0 or token == chat.tokenizer.eos_token:
+            return token
+    return ""
+
+
+def _through_marker(chat: Chat, text: str, start: int, end: int) -> int:
     """The end of an answer that nothing but the marker of the next turn ends, such as GLM's <|user|>.
 
     The model stops where it writes that marker, so it has to learn it.
     """
-    if text.endswith(chat.end_tokens, 0, end):
+    if _end_token(chat, text, start, end):
         return end
-    start = WHITE_SPACE.match(text, end).end()  # type: ignore[union-attr]  # matches the empty string too
-    marker = max((len(token) for token in chat.end_tokens if text.startswith(token, start)), default=0)
-    return start + marker if marker else end
+    after = WHITE_SPACE.match(text, end).end()  # type: ignore[union-attr]  # matches the empty string too
+    marker = max((len(token) for token in chat.end_tokens if text.startswith(token, after)), default=0)
+    return after + marker if marker else end
 
 
 def _end_in(chat: Chat, own: str, text: str) -> int | None:
@@ -369,6 +382,6 @@ def _end_before(chat: Chat, conversation: Conversation, turn: int, text: str) ->
 
 def _end_of_tag(chat: Chat, text: str, start: int, end: int) -> int:
     stripped = start + len(text[start:end].rstrip())
-    if text[start:stripped].endswith(chat.end_tokens):
+    if _end_token(chat, text, start, stripped):
         return stripped
-    return _through_marker(chat, text, end)
+    return _through_marker(chat, text, start, end)

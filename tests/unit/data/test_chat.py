@@ -407,7 +407,7 @@ def test_real_templates_give_the_answers_that_their_marked_twins_in_trl_give(mak
 
 def test_the_marker_of_the_next_turn_is_learned_where_nothing_else_ends_an_answer(make_tokenizer):
     tokenizer = make_tokenizer((TRL_TEMPLATES / "glm4moe.jinja").read_text())
-    tokenizer.add_tokens(["<|observation|>"])
+    tokenizer.add_tokens(["<|observation|>", "<tool_call>", "</tool_call>"])  # as GLM's has them
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = [
         *TWO_TURNS.messages[:3],
@@ -422,6 +422,8 @@ def test_the_marker_of_the_next_turn_is_learned_where_nothing_else_ends_an_answe
         "</tool_call><|observation|>"
     )
     assert last == "\n<think></think>\nFive it is.<|endoftext|>"
+    (row,) = rows_of(tokenizer, Conversation(tuple(turns[:4]), source="f:1"))
+    assert learned_texts(tokenizer, row)[1].endswith("</tool_call><|endoftext|>")
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n"])
