@@ -20,13 +20,13 @@ from sft_play.ui.console import console
 def list_or_remove(args: Arguments, words: tuple[str, ...], runs: Path, yes: bool) -> int:
     """List runs with status, steps, score and note; or remove some, with all of their files."""
     from sft_play.commands.runs import as_json, removable, remove, rows_of, runs_table, size_of
-    from sft_play.report.table import on_screen
+    from sft_play.report.table import Fitting
     from sft_play.units import format_bytes
 
     if not words:
         rows = rows_of(runs)
         none = f"There are no runs in {runs}; `{make('train')}` makes one"
-        return end(args, as_json(rows), on_screen(runs_table(rows)) if rows else none)
+        return end(args, as_json(rows), Fitting(runs_table(rows)) if rows else none)
     if words[0] != "remove" or len(words) < 2:
         raise ConfigError(f"runs {shlex.join(words)}: expected nothing, or `remove` and names of runs")
     found = removable(words[1:], runs)
@@ -36,8 +36,8 @@ def list_or_remove(args: Arguments, words: tuple[str, ...], runs: Path, yes: boo
         raise ConfigError(f"this removes {', '.join(words[1:])} with all checkpoints; add {added} to proceed")
     size = format_bytes(sum(sizes.values()))
     question = f"Remove {', '.join(words[1:])} in {runs} with all files ({size})?"
-    if yes or click.confirm(question, err=True):
-        for run in found:
-            remove(run)
-            console().print(f"removed     {format_bytes(sizes[run])} in {run.path}")
-    return 0
+    removed = found if yes or click.confirm(question, err=True) else []
+    for run in removed:
+        remove(run)
+        console().print(f"removed     {format_bytes(sizes[run])} in {run.path}")
+    return end(args, [{"name": run.path.name, "removed_bytes": sizes[run]} for run in removed])

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from sft_play.config.inputs import GIVEN
 from sft_play.config.resolved import read_resolved
 from sft_play.errors import CheckpointError, ConfigError, RunInUseError
 from sft_play.files import storing
@@ -17,6 +18,10 @@ from sft_play.runlog import RunDir, hold_run, read_json
 from sft_play.spelling import make
 
 COLUMNS = ("run", "model", "method", "status", "steps", "best score", "note")
+BEFORE_STEPS = (
+    ".lock*", ".plan*.json", "log*.txt", "launcher*.log", "ranks", "probe.json", "report.html", GIVEN,
+    "checkpoints",
+)  # fmt: skip
 ENDED = ("done", "failed", "interrupted")
 
 
@@ -73,7 +78,8 @@ def _removable(name: str, folder: Path) -> RunDir:
         raise ConfigError(f"{run.path} is a symbolic link, so it is not removed")
     if not run.path.is_dir():
         raise CheckpointError(f"{run.path} does not exist{other_runs(folder)}")
-    if not run.plan.is_file() or "output.name" not in read_resolved(run.config):
+    begun = run.plan.is_file() and "output.name" in read_resolved(run.config)
+    if not begun and not _failed_to_begin(run):
         raise ConfigError(
             f"{run.path} is not removed: a run has written {run.config.name} and {run.plan.name} there, and "
             "this folder lacks one of them. If it can go, remove it yourself"
@@ -82,6 +88,12 @@ def _removable(name: str, folder: Path) -> RunDir:
     if host not in ("", os.uname().nodename) and read_json(run.summary).get("status") not in ENDED:
         raise RunInUseError(f"{run.path} may be running on {host}: remove it there")
     return run
+
+
+def _failed_to_begin(run: RunDir) -> bool:
+    """Whether a process had the folder, and all that is in it was written before the first step of a run."""
+    left = [path for path in run.path.iterdir() if not any(map(path.match, BEFORE_STEPS))]
+    return bool(_holder(run)) and not left and not any(run.checkpoints.glob("*"))
 
 
 def _holder(run: RunDir) -> str:

@@ -8,6 +8,9 @@ from rich.measure import Measurement
 from rich.table import Table as ScreenTable
 from rich.text import Text
 
+from sft_play.ui.screen import NamedValues
+
+MOST_CELLS = 10_000  # of a screen that is wide enough for anything
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -52,6 +55,24 @@ def on_screen(
             cells += [Bar(bars[index][number])] if index in bars else []
         screen.add_row(*cells, style="bold" if chosen else "")
     return screen
+
+
+class Fitting:
+    """The table if the screen has room for its words; else each row as a paragraph, with whole words too."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        screen, (_, *head) = on_screen(self.table), self.table.head
+        for column in screen.columns:  # rich narrows the others alone
+            column.no_wrap = not any(" " in str(cell) for cell in (column.header, *column.cells))
+        if Measurement.get(console, options.update_width(MOST_CELLS), screen).minimum <= options.max_width:
+            yield screen
+            return
+        for name, *cells in self.table.rows:
+            said = (f"{column} {cell}" for column, cell in zip(head, cells, strict=True) if cell)
+            yield NamedValues([(name, ", ".join(said))])
 
 
 def markdown(table: Table) -> str:

@@ -31,6 +31,33 @@ def test_the_name_of_a_run_is_in_one_piece_and_no_column_is_empty(tmp_path, caps
     assert "note" not in lines[0]
 
 
+@pytest.mark.parametrize("columns", ["120", "75", "60", "40"])
+def test_no_word_of_the_list_is_broken_on_a_narrow_screen(tmp_path, capsys, monkeypatch, columns):
+    begin(tmp_path / "a-run-of-many-words", note="a higher rate, and rows that are longer than before")
+    finished(tmp_path / "one")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["runs", "--runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = [word.strip(",") for line in lines for word in line.split()]
+    assert {"a-run-of-many-words", "unfinished", "longer", "before", "method", "LoRA", "exact"} <= set(words)
+    assert max(map(len, lines)) <= int(columns)
+
+
+def test_what_a_run_leaves_that_failed_before_its_first_step_is_removed(tmp_path, capsys):
+    data = tmp_path / "short.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    where = [f"output.dir={tmp_path}", "output.name=none", f"data.train_path={data}", "model.max_seq_len=2"]
+    assert main(["train", "--config", "configs/demo.yaml", *where]) == 3
+    assert (tmp_path / "none" / ".lock").is_file()
+    command = ["runs", "--json", "remove", "none", "--yes", "--runs", str(tmp_path)]
+    (tmp_path / "none" / "mine.txt").write_text("")
+    assert main(command) == 2 and "lacks one of them" in capsys.readouterr().err
+    (tmp_path / "none" / "mine.txt").unlink()
+    assert main(command) == 0
+    (removed,) = json.loads(capsys.readouterr().out)
+    assert removed["name"] == "none" and removed["removed_bytes"] and not (tmp_path / "none").exists()
+
+
 def test_runs_are_removed_with_yes_alone_and_nothing_else_is(tmp_path, capsys, monkeypatch):
     for name in ("one", "two", "three"):
         finished(tmp_path / name)
