@@ -57,6 +57,12 @@ def by_step(run: RunDir) -> list[Path]:
     return sorted((path for path in found if not path.is_symlink()), key=lambda path: step_of(path) or 0)
 
 
+def going_on(run: RunDir, command: str) -> str:
+    """What continues a run that has ended: this command, from its last checkpoint if it has one."""
+    start = "continue from the last checkpoint" if by_step(run) else "start again, as there is no checkpoint"
+    return f"{start}: {command}"
+
+
 def find_problem(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be resumed from; None if it can.
 

@@ -20,7 +20,7 @@ from sft_play.machine.host import free_bytes
 from sft_play.runlog import RunDir
 from sft_play.spelling import make
 from sft_play.train.callbacks import Heartbeat
-from sft_play.train.checkpoints import INCOMPLETE, by_step
+from sft_play.train.checkpoints import INCOMPLETE, by_step, going_on
 from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
 from sft_play.ui.console import warn
@@ -50,8 +50,8 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"cannot write to {run.path}: {reason}. Free space there, or make it writable, and continue from "
-            f"the last checkpoint: {run.resume_command()}; or choose another output.dir"
+            f"cannot write to {run.path}: {reason}. Free space there, or make it writable, and "
+            f"{going_on(run, run.resume_command())}; or choose another output.dir"
         ) from error
 
 
@@ -191,8 +191,8 @@ class SpaceForSaves(TrainerCallback):
         last = trainer.state.global_step >= trainer.state.max_steps
         needed = self._left_out or not by_step(self._session.job.run) or trainer.control.should_training_stop
         if needed and not last:
-            then = self._session.job.resume_command
-            raise StorageError(f"{text}. Free space, and continue from the last checkpoint: {then}")
+            job = self._session.job
+            raise StorageError(f"{text}. Free space, and {going_on(job.run, job.resume_command)}")
         self._left_out = True
         then = "the result follows" if last else "free space before the next one, or the run ends there"
         warn(f"{text}; {then}")
