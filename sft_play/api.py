@@ -24,7 +24,7 @@ from sft_play.commands import handlers  # noqa: F401 - it declares the commands
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, kind_of
-from sft_play.given import by_name, with_names, write_given
+from sft_play.given import by_name, kept_if_begun, with_names, write_given
 from sft_play.hooks import Hooks, Listener
 from sft_play.launch.environment import set_environment
 from sft_play.results import Evaluation, Planned, Run, Scores, answers_of
@@ -91,7 +91,7 @@ def plan(
         args = arguments("plan", _overrides(changed), model=model, config=config, gpu=gpu, gpus=gpus)
         with importing():
             from sft_play.commands.plan import plan_command
-        with in_python():
+        with in_python(), kept_if_begun(config):
             planned = plan_command(args)
         if not planned.tree["complete"]:
             raise KeyboardInterrupt
@@ -143,7 +143,7 @@ def train(
         raise ConfigError("nothing to train; give a config, or a model and data=<rows or a path>")
     flags = dict(config=config, processes=processes, engine=engine, resume=resume)
     args = arguments("train", _overrides(changed), **flags)
-    with undone():
+    with undone(), kept_if_begun(config):
         set_environment()
         hooks = Hooks(_checked_callbacks(callbacks), _checked_listener(progress))
         replace(args, flags={**args.flags, "hooks": hooks}).run()

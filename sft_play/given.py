@@ -1,9 +1,11 @@
 """What people hold in Python, as files that every process of a run reads: rows, and settings by keyword."""
 
+import contextlib
 import difflib
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -117,6 +119,18 @@ def write_given(
         written = folder / GIVEN / "run.yaml"
         write_atomic(written, yaml.safe_dump(tree, sort_keys=False))
     return written
+
+
+@contextlib.contextmanager
+def kept_if_begun(config: str | Path | None) -> Iterator[None]:
+    """If the block fails, removes what `write_given` wrote, unless the folder of the run has more by then."""
+    given = Path(config or "").parent
+    try:
+        yield
+    except BaseException:
+        if given.name == GIVEN and list(given.parent.iterdir()) == [given]:
+            shutil.rmtree(given.parent)
+        raise
 
 
 def _rows_file(data: Any, settings: Mapping[str, Any], folder: Path) -> str | Path:

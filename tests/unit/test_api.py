@@ -141,6 +141,16 @@ def test_what_is_no_list_of_rows_is_refused(tmp_path, monkeypatch, data, said):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def test_a_call_that_is_refused_leaves_nothing_of_what_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (sft.plan, sft.train):
+        with pytest.raises(DataError, match="'missing.jsonl' does not exist"):
+            command(model="builtin:tiny", data="missing.jsonl")
+        with pytest.raises(ConfigError, match="max_steps: input should be greater than 0"):
+            command(model="builtin:tiny", data=ROWS, max_steps=0)
+        assert not list(tmp_path.glob("runs/*"))
+
+
 def test_rows_without_a_model_or_nothing_at_all_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="model: without a config, expected a model's name"):
