@@ -147,7 +147,7 @@ def merge(
         tokenizer = load_chat_tokenizer(config)
         say_stops(model, tokenizer)
         info = {
-            "base": config.model.name,
+            "base": asked_name(config.model.name),
             "adapter": str(adapter),
             "adapter_sha256": digest(adapter),
             "dtype": dtype,
@@ -163,8 +163,7 @@ def merge(
     files = len(list(output.glob("*.safetensors")))
     size_text = f"{dtype}, {format_bytes(size)} in {counted(files, 'file')}"
     console().print(f"merged: {size_text}", style="bold")
-    base = asked_name(config.model.name)
-    console().print(ending({"base": base, "adapter": adapter, "merged": output}, []))
+    console().print(ending({"base": info["base"], "adapter": adapter, "merged": output}, []))
     return {**info, "output": str(output), "bytes": size, "ram_bytes": ram, "files": files}
 
 

@@ -64,6 +64,13 @@ def test_a_merged_model_stands_alone_and_gives_the_adapter_models_logits(finishe
     assert merge_test(finished.config, finished.run)["passed"]
 
 
+def test_a_base_that_comes_with_sft_play_is_called_as_a_person_calls_it(finished, tiny_model, tmp_path):
+    kept = shutil.copytree(tiny_model, tmp_path / "builtin" / f"tiny-{24 * '0'}")
+    result = merge(finished.config.changed({"model.name": str(kept)}), finished.run)
+    written = json.loads((finished.run.merged / "merge.json").read_text())
+    assert result["base"] == written["base"] == "builtin:tiny"
+
+
 def test_an_adapter_that_was_trained_with_other_tokens_is_refused(finished):
     folder = finished.run.adapter
     write_manifest(folder, {"new_tokens": ["<tool>"]}, hash_files(folder, files_in(folder)))
