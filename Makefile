@@ -95,6 +95,7 @@ ALL = --processes $(call quote,$(if $(NGPU),$(NGPU),0))
 STAGE = $(if $(ZERO),$(if $(filter 2 3,$(ZERO)),$(ZERO),$(error ZERO=$(ZERO) is neither 2 nor 3)),2)
 OF_STAGE = $(if $(ZERO), $(call quote,parallel.engine=deepspeed_z$(STAGE)))
 WITH_ENGINE = $(call flag,--engine,$(ENGINE))
+ANSWER = $(SFT) infer $(call flag,--input,$(IN)) $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force) $(OF_RUN)
 MACHINE = --nodes $(call quote,$(NODES)) --node-rank $(call quote,$(RANK)) --master-addr $(call quote,$(MASTER_ADDR)) --master-port $(call quote,$(MASTER_PORT))
 CLUSTER = --nodes $(call quote,$(NODES)) --gpus $(call quote,$(NGPU)) --partition $(call quote,$(PARTITION)) --time $(call quote,$(TIME)) --account $(call quote,$(ACCOUNT)) $(call quote,--sbatch=$(SBATCH))
 READY = $(VENV)/.ready
@@ -278,12 +279,12 @@ eval-lm: $(READY) ## Run lm-eval: TASKS=a,b LIMIT=10 WHAT=base IN=dir CHAT=1
 	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(call yes,CHAT),--chat) $(OF_RUN)
 
 .PHONY: infer
-infer: $(READY) ## Chat with the trained model
-	$(SFT) infer $(OF_RUN)
+infer: $(READY) ## Chat with the trained model, or as infer-batch with IN=
+	$(ANSWER)
 
 .PHONY: infer-batch
 infer-batch: $(READY) ## Answer a file of prompts: IN=in.jsonl OUT=out.jsonl
-	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force) $(OF_RUN)
+	$(call required,IN,questions.jsonl)$(ANSWER)
 
 .PHONY: merge
 merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir

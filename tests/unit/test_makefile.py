@@ -367,6 +367,12 @@ def test_a_run_that_there_is_stands_for_its_settings(words_of, target):
     assert words_of("train", RUN="one")[-1] == "output.name=one"
 
 
+def test_a_file_of_prompts_is_answered_by_both_targets(words_of):
+    typed = dict(IN="in.jsonl", OUT="out.jsonl", FORCE="1", RUN="one")
+    assert words_of("infer", **typed) == words_of("infer-batch", **typed)
+    assert "--input" not in words_of("infer", RUN="one")
+
+
 def test_args_that_are_no_words_are_refused(capsys):
     from sft_play.cli import parse
 
