@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import shlex
 import sys
 import traceback
@@ -30,6 +31,14 @@ WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
 )
 WITHOUT_CONFIG = "; that of the demo is configs/demo.yaml, and `sft-play init` writes one to edit"
+
+
+def _told(code: int, text: str, as_json: bool) -> int:
+    """The exit code of an error that stderr has; with --json, stdout has both, in place of a result."""
+    if as_json:
+        sys.stdout.write(json.dumps({"exit_code": code, "error": redact(text)}, indent=2) + "\n")
+        sys.stdout.flush()
+    return code
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -126,10 +135,11 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
             if files:
                 settings = f"; did you mean --config {shlex.quote(files[0])}?"
         name = context.command_path if context else program.name
-        _write_error(f"{error.format_message().rstrip('.')}{settings}", label=f"{name}: error: ")
-        raise SystemExit(2) from None
+        said = f"{error.format_message().rstrip('.')}{settings}"
+        _write_error(said, label=f"{name}: error: ")
+        raise SystemExit(_told(2, said, "--json" in words)) from None
     except SftPlayError as error:  # a number that makes no sense
-        raise SystemExit(report_error(error)) from None
+        raise SystemExit(_told(report_error(error), str(error), "--json" in words)) from None
     if not isinstance(args, Arguments):  # --help
         raise SystemExit(args)
     return args
@@ -182,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
-        return report_error(explained(error, args))
+        shown = explained(error, args)
+        return _told(report_error(shown), str(shown) or type(shown).__name__, args.json)
 
 
 RANK = click.Command(

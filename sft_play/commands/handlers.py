@@ -20,9 +20,9 @@ from sft_play.commands.command_line import (
     number,
     switch,
 )
-from sft_play.errors import ConfigError
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hooks import NO_HOOKS, Hooks
-from sft_play.spelling import var
+from sft_play.spelling import make, var
 from sft_play.ui.console import console, quiet_libraries
 
 MOST_ROWS, MOST_TOKENS, MOST_IMAGES = 10_000_000, 2**20, 1000  # of data that is not here
@@ -219,8 +219,9 @@ def tensorboard(args: Arguments, runs: Path, stop: bool) -> int:
     from sft_play.launch import tensorboard as server
 
     if stop:
-        stopped = server.stop(runs)
-        console().print("stopped TensorBoard" if stopped else "TensorBoard is not running")
+        console().print("stopped TensorBoard" if server.stop(runs) else "TensorBoard is not running")
+    elif not runs.is_dir():
+        raise CheckpointError(f"{runs} does not exist; run `{make('train')}` first")
     else:
         server.start(runs)
     return 0

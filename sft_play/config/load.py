@@ -141,9 +141,9 @@ def _read_file(path: Path) -> dict:
         if path.name == OF_RUN:
             raise no_such_run(path.parent)
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
-        raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set {var(CONFIG='<file>')}")
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
+        what = f"config file {path} {found}" if path != Path() else "no config file is named"
+        raise ConfigError(f"{what}{_shipped(path)}. Set {var(CONFIG='<file>')}")
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ConfigError(f"config file {path} has {size} bytes; the limit is {MAX_FILE_BYTES}")
     try:
         text = path.read_text(encoding="utf-8")

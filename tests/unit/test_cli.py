@@ -1,5 +1,6 @@
 """What is typed on the command line is checked before anything is done."""
 
+import json
 import logging
 import os
 import shlex
@@ -59,6 +60,32 @@ def test_a_name_that_no_file_can_have_is_refused(words, capfd):
     assert main([*words, "n" * 5000]) == 2
     said = capfd.readouterr().err
     assert "nnn... (" in said and "use a shorter name" in said and "bug" not in said and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["prepare", "--config", ""], 2, "no config file is named. Shipped configs: configs/demo.yaml"),
+        (["merge", "--config", "configs/demo.yaml", "output.name=none"], 8, "runs/none does not exist"),
+        (["eval", "--config", "configs/demo.yaml", "--limit", "0"], 2, "LIMIT=0: expected"),
+        (["plan", "--modl", "qwen3-8b"], 2, "No such option '--modl'"),
+    ],
+)
+def test_a_failure_is_json_too_where_a_result_would_be(words, code, said, capsys):
+    try:
+        assert main([*words, "--json"]) == code
+    except SystemExit as error:
+        assert error.code == code
+    shown = capsys.readouterr()
+    tree = json.loads(shown.out)
+    assert tree["exit_code"] == code and said in tree["error"] and said in shown.err
+
+
+@pytest.mark.parametrize("command", ["tensorboard", "runs", "report"])
+def test_a_folder_of_runs_that_does_not_exist_is_not_made(command, tmp_path, capsys):
+    assert main([command, "--runs", str(tmp_path / "typo")]) == (0 if command == "runs" else 8)
+    assert "run `make train` first" in capsys.readouterr().err or command == "runs"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_config_that_cannot_be_written_says_how_to_name_another(capsys, monkeypatch, tmp_path):
