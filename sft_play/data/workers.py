@@ -49,6 +49,7 @@ _to_sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 NO_ANSWER = "no answer to train on"
 TOO_LONG = "longer than"
 ANSWER_TRUNCATED = "no answer left after truncation"
+IN_PART = ", in part"  # of a conversation that is rendered to several rows: not all of them are dropped
 WITH_PLACEHOLDER = "with <image>, <video> or <audio> in the text"
 WITH_NULLS = "with null in a tool or in the arguments of a call, which is left out"
 
@@ -70,7 +71,7 @@ class Counts:
     """What became of raw rows."""
 
     read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason; each raw row once
     unused: Counter[str] = field(default_factory=Counter)  # how many rows have a key that is not read, by key
     notes: Counter[str] = field(default_factory=Counter)
     """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER, WITH_NULLS or IN_TEXTS."""
@@ -184,8 +185,11 @@ def _fitting(
         rows = split_rows(task.chat, conversation)
     if not rows:
         counts.dropped[NO_ANSWER] += 1
-    fitted = [_fit(task, row, conversation, counts.dropped) for row in rows]
-    return [row for row in fitted if row is not None]
+    dropped: Counter[str] = Counter()
+    fitted = [_fit(task, row, conversation, dropped) for row in rows]
+    kept = [row for row in fitted if row is not None]
+    counts.dropped.update([f"{reason}{IN_PART if kept else ''}" for reason in dropped])
+    return kept
 
 
 def _look_for_control_tokens(task: EncodingTask, row: Conversation, counts: Counts) -> None:

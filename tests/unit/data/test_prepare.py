@@ -30,6 +30,12 @@ pytestmark = pytest.mark.usefixtures("cache")
 GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 
 
+REWRITING = (  # each answer is rendered differently once another turn follows
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ('!' if loop.last and m.role == 'assistant' else '') }}"
+    "{{ m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant!' }}{% endif %}"
+)
+
+
 def rows(count, seed=0, words=12):
     rng = random.Random(seed)
     vocabulary = ["What", "is", "two", "plus", "three", "five", "four", "Hello", "there", "friend", "brief"]
@@ -444,15 +450,26 @@ def test_split_markers_are_warned_of_and_new_tokens_make_another_cache(run, make
 
 
 def test_a_template_that_rewrites_turns_is_said_to_multiply_rows(run, make_tokenizer):
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + ('!' if loop.last and m.role == 'assistant' else '') }}"
-        "{{ m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant!' }}{% endif %}"
-    )
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user", "assistant")]
     train = [{"messages": [*turns, {"role": "user", "content": str(i)}, turns[1]]} for i in range(40)]
-    data = run(train, tokenizer=make_tokenizer(template), val_fraction=0.0)
+    data = run(train, tokenizer=make_tokenizer(REWRITING), val_fraction=0.0)
     assert (data.stats["train"]["conversations"], data.stats["train"]["rows"]) == (40, 120)
     assert any("40 conversations became 120 rows" in warning for warning in data.stats["warnings"])
+
+
+def test_a_conversation_of_several_rows_is_dropped_once_and_if_some_are_kept_in_part(run, make_tokenizer):
+    ask = lambda *words: [  # noqa: E731
+        {"role": role, "content": word * 20} for word in words for role in ("user", "assistant")
+    ]
+    train = [{"messages": ask(*words)} for words in (["a"], ["a", "b", "c"], ["what " * 20, "b", "c"])]
+    for overlong, reason in (
+        ("drop", "longer than 100 tokens"),
+        ("truncate", "no answer left after truncation"),
+    ):
+        settings = {"tokenizer": make_tokenizer(REWRITING), "overlong": overlong, "val_fraction": 0.0}
+        stats = run(train, max_seq_len=100, **settings).stats["train"]
+        assert stats["dropped"] == {reason: 1, f"{reason}, in part": 1}
+        assert (stats["read"], stats["conversations"]) == (3, 2)
 
 
 def test_a_tokenizer_that_knows_none_of_the_text_is_a_config_error(run, make_tokenizer):
