@@ -269,7 +269,7 @@ def try_way(model_type: str, model: Path, output: Path, way: str, *, measure: bo
         )
     plan = job.plan
     traceable = not sized or predicted is not None
-    found = (plan.attention, plan.rows.joined, predicted, measured, traceable)
+    found = (plan.kernels.attention, plan.rows.joined, predicted, measured, traceable)
     return Outcome(model_type, way, True, "", False, *found)
 
 

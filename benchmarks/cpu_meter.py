@@ -84,7 +84,7 @@ def measure_step(model: Any, spec: StepSpec) -> Measurement:
     add_loss_head(model)
     base = model.get_base_model() if spec.mode != "full" else model
     prepare_for_training(model, spec)
-    if spec.compiled:
+    if spec.kernels.compiled:
         compile_layers(model)
     weights = storage_bytes(model)
     for _ in range(ATTEMPTS):

@@ -101,7 +101,7 @@ from pathlib import Path
 from sft_play.config.load import load_config
 from sft_play.model.collators import joined_micro_batches
 from sft_play.model.load import load_data
-from sft_play.parts import Activations, Batch, Precision, Rows, Schedule, Sharing
+from sft_play.parts import Activations, Batch, Kernels, Precision, Rows, Schedule, Sharing
 from sft_play.plan import Plan
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.train.rows import evaluation_rows, training_rows
@@ -120,7 +120,7 @@ plan = Plan(
     rows=Rows(max_seq_len=longest, packing=True, most_tokens=longest),
     activations=Activations(policy="recompute"),
     precision=Precision(autocast="no", dtype="float32"),
-    attention="varlen_sdpa",
+    kernels=Kernels(),
     schedule=Schedule(learning_rate=1e-3, steps_per_epoch=facts.rows, total_steps=facts.rows),
     device="cpu",
 )

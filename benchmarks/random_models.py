@@ -97,8 +97,6 @@ def random_model(
     spec: StepSpec | Plan,
     tuning: TuningConfig,
     device: torch.device,
-    *,
-    kernels: str = "own",
 ) -> Any:
     """The model that the trainer would build for this step or plan, with adapters.
 
@@ -107,15 +105,14 @@ def random_model(
         spec: the step or plan.
         tuning: tuning mode and LoRA settings.
         device: where the model is created.
-        kernels: as `train.kernels`.
     """
     model = random_base(
         config,
         dtype=spec.precision.dtype,
-        attn_implementation=spec.attention,
+        attn_implementation=spec.kernels.attention,
         device=device,
         quantize=tuning.mode == "qlora",
-        kernels=kernels,
+        kernels=spec.kernels.layers,
     )
     if tuning.mode == "full":
         freeze_what_gets_no_gradient(model)

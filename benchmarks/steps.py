@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from sft_play.parts import Activations, Precision, Sharing
+from sft_play.parts import Activations, Kernels, Precision, Sharing
 from sft_play.sizing.step import StepSpec
 
 
@@ -27,13 +27,14 @@ def step_of(**values: Any) -> StepSpec:
     )
     precision = Precision(**taken(autocast="mixed_precision", dtype="dtype"))
     activations = Activations(**taken(policy="activations", kept_layers="kept_layers"))
-    return StepSpec(sharing=sharing, precision=precision, activations=activations, **values)
+    kernels = Kernels(**taken(attention="attention", layers="kernels", compiled="compiled"))
+    return StepSpec(sharing=sharing, precision=precision, activations=activations, kernels=kernels, **values)
 
 
 def flat(spec: StepSpec) -> dict[str, Any]:
     """The values of a step."""
     shared, rest = spec.sharing, {field.name: getattr(spec, field.name) for field in fields(spec)}
-    for name in ("sharing", "precision", "activations"):
+    for name in ("sharing", "precision", "activations", "kernels"):
         del rest[name]
     return rest | {
         "shards": shared.shards,
@@ -46,6 +47,9 @@ def flat(spec: StepSpec) -> dict[str, Any]:
         "dtype": spec.precision.dtype,
         "activations": spec.activations.policy,
         "kept_layers": spec.activations.kept_layers,
+        "attention": spec.kernels.attention,
+        "kernels": spec.kernels.layers,
+        "compiled": spec.kernels.compiled,
     }
 
 

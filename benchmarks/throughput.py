@@ -221,9 +221,7 @@ def our_side(
         hidden_size=architecture(course.model).get_text_config().hidden_size,
         pad_id=tokenizer.pad_token_id,
     )
-    model = random_model(
-        architecture(course.model), plan, config.tuning, device, kernels=config.train.layer_kernels
-    )
+    model = random_model(architecture(course.model), plan, config.tuning, device)
     session = open_session(job, model, chosen, MemoryMeter.start(plan.device))
     return Started(session.trainer, chosen.tokens_per_step, plan.to_json()["plan"])
 

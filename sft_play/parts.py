@@ -22,6 +22,8 @@ JSON_NAMES = {
     "most_supervised": "micro_batch_supervised",
     "policy": "activations",
     "autocast": "mixed_precision",
+    "layers": "kernels",
+    "compiled": "compile",
 }
 # Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
 MOST_SHARDS = 512
@@ -236,6 +238,15 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What computes attention and the other parts of a layer."""
+
+    attention: str = "varlen_sdpa"  # a row of `ATTENTIONS`
+    layers: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
+    compiled: bool = False  # whether decoder layers are compiled
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The optimizer steps of a run."""
 
@@ -251,6 +262,7 @@ PARTS: dict[str, type[Any]] = {
     "rows": Rows,
     "activations": Activations,
     "precision": Precision,
+    "kernels": Kernels,
     "schedule": Schedule,
 }
 

@@ -5,13 +5,24 @@ Plain frozen data; nothing here decides anything.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
-from sft_play.parts import PARTS, Activations, Batch, Precision, Rows, Schedule, Sharing, flat, parts_of
+from sft_play.parts import (
+    PARTS,
+    Activations,
+    Batch,
+    Kernels,
+    Precision,
+    Rows,
+    Schedule,
+    Sharing,
+    flat,
+    parts_of,
+)
 
 # Where the numbers of a plan come from. What an earlier run measured is no prediction.
 TRACED, PROFILED, EARLIER, PROBED = "trace", "profile", "earlier run", "probe"
@@ -123,13 +134,11 @@ class Plan:
     rows: Rows
     activations: Activations
     precision: Precision
-    attention: str
+    kernels: Kernels
     schedule: Schedule
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
-    kernels: str = "own"  # of norms, rotary embeddings and gated layers: `own`, or a row of `LAYERS`
     kernels_origin: str | None = None  # PROBED: they were timed beside others, and won
-    compile: bool = False  # whether decoder layers are compiled
     step_seconds: float | None = None  # predicted, of an average optimizer step; plans are compared by it
     step_seconds_range: tuple[float, float] | None = None  # the least and the most; None if unknown
     step_seconds_range_reason: str | None = None  # what decides between them; None if they are one number
@@ -159,6 +168,14 @@ class Plan:
     def rows_per_micro_batch(self) -> int:
         """Average rows per micro-batch, rounded up."""
         return -(-self.rows_per_step // (self.batch.accumulation * self.sharing.data_ranks))
+
+    def with_layers(self, kernels: str) -> "Plan":
+        """The same with these kernels of norms, rotary embeddings and gated layers."""
+        return replace(self, kernels=replace(self.kernels, layers=kernels))
+
+    def with_compiled(self, compiled: bool) -> "Plan":
+        """The same with decoder layers that are compiled, or are not."""
+        return replace(self, kernels=replace(self.kernels, compiled=compiled))
 
     def flat(self) -> dict[str, object]:
         """All of it but memory, reasons and alternatives, by the names of a plan's JSON."""

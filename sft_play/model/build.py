@@ -179,14 +179,14 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
     model = load_base(
         config.model,
         dtype=dtype,
-        attn_implementation=plan.attention,
+        attn_implementation=plan.kernels.attention,
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
         as_stored=shards and can_be_cast_later(config, dtype),
     )
-    if plan.kernels != "own":
-        own_passes.replace_forwards(model, plan.kernels)
+    if plan.kernels.layers != "own":
+        own_passes.replace_forwards(model, plan.kernels.layers)
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
     seeing = trained_parts(model.config, config.tuning.vision)

@@ -96,7 +96,7 @@ def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Pl
     """A draft with what was fastest of what it can have and the config leaves open."""
     config, device, compiled = request.config, request.device, verdicts.get(COMPILED.name)
     rows = [LAYERS[name] for name in winners_of(verdicts) if name in LAYERS]
-    may_change = config.train.kernels == "auto" and not draft.compile
+    may_change = config.train.kernels == "auto" and not draft.kernels.compiled
     on_this = device.kind, device.compute_capability
     here = (row for row in rows if may_change and row.runs_on(*on_this) and row.is_installed())
     best = next(here, None)
@@ -104,8 +104,8 @@ def _as_timed(request: Request, draft: Plan, verdicts: dict[str, Verdict]) -> Pl
     pays = compiled is not None and compiled.pays(draft.schedule.total_steps, share)
     may = may_compile(config, draft, request.architecture, request.facts.pictures)
     if pays and may and not missing_for_compiler(device.kind):
-        return replace(draft, compile=True, kernels_origin=PROBED)
-    return replace(draft, kernels=best.name, kernels_origin=PROBED) if best else draft
+        return replace(draft.with_compiled(True), kernels_origin=PROBED)
+    return replace(draft.with_layers(best.name), kernels_origin=PROBED) if best else draft
 
 
 def _require_kernels(request: Request) -> None:

@@ -1,7 +1,6 @@
 """What a plan says of itself beside the reasons of the search: precision, kernels, methods, earlier runs."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from sft_play.choices.kernels import LAYERS, within
 from sft_play.choices.optimizers import DEFAULT, OPTIMIZERS
@@ -66,7 +65,11 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
     """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
     name, capability = "flash_attention_3", plan.compute_capability
     row = ATTENTIONS[name]
-    ours = config.model.attention == "auto" and plan.attention == NAME and not plan.sharing.sequence_parallel
+    ours = (
+        config.model.attention == "auto"
+        and plan.kernels.attention == NAME
+        and not plan.sharing.sequence_parallel
+    )
     if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
         return []
     try:
@@ -82,13 +85,13 @@ def layer_kernels(
     """Other kernels: what they save, for which a step with ours is traced, or that a run will time them."""
     found = []
     for name, row in LAYERS.items() if plan.device == "cuda" else ():
-        used, could = name == plan.kernels, config.train.kernels == "auto" and bool(row.packages)
+        used, could = name == plan.kernels.layers, config.train.kernels == "auto" and bool(row.packages)
         if not (used or could) or not row.runs_on(plan.device, plan.compute_capability):
             continue
         if not (modules := architecture.modules.served[name]):  # nobody asked for them
             continue
         kernels = ("own", name) if used else ()
-        peaks = [estimate(config, replace(plan, kernels=each)).peak_bytes for each in kernels]
+        peaks = [estimate(config, plan.with_layers(each)).peak_bytes for each in kernels]
         found.append(method.layer_kernels(name, modules, peaks[0] - peaks[1] if used else None))
     return found
 

@@ -10,7 +10,7 @@ from sft_play.data.batching import padded_length
 from sft_play.engines.registry import engine_of
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.model.attention.table import same_kernels
-from sft_play.parts import Activations, Precision, Sharing
+from sft_play.parts import Activations, Kernels, Precision, Sharing
 from sft_play.plan import Plan
 from sft_play.sizing.meters.product_scratch import Rules, product_scratch
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
@@ -185,7 +185,7 @@ class StepSpec:
     new_tokens: int = 0  # whose rows of a frozen embedding are trained beside the adapters
     vision: str = "frozen"  # or how what sees is trained, as `tuning.vision` says
     precision: Precision = Precision()
-    attention: str = "varlen_sdpa"
+    kernels: Kernels = Kernels()  # compiled: layers allocate as their compiled code does
     activations: Activations = Activations()
     mlp_tile: int = 0  # tokens that an MLP computes at a time; 0: all
     batch: Batch = PaddedRows(1, 128)  # the micro-batch
@@ -197,8 +197,6 @@ class StepSpec:
     threads: int = 1  # of a process, if it is a CPU: its kernels
     scratch: Rules = ()  # and what its products take, by operation (sizing/meters/product_scratch.py)
     optimizer: str = DEFAULT
-    kernels: str = "own"  # of norms, rotary embeddings and gated layers, as of a plan
-    compiled: bool = False  # whether layers allocate as their compiled code does
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
@@ -213,6 +211,11 @@ class StepSpec:
     eval_lengths: tuple[int, ...] = ()  # as `lengths`
     fits: tuple[Fit, ...] = ()  # of the pictures of the micro-batch
     eval_fits: tuple[Fit, ...] = ()  # of the evaluation batch
+
+    @property
+    def uncompiled(self) -> "StepSpec":
+        """The same with layers that are not compiled."""
+        return replace(self, kernels=replace(self.kernels, compiled=False))
 
     @property
     def method(self) -> tuple[str, LoraSettings, int, str]:
@@ -340,19 +343,13 @@ class StepSpec:
             new_tokens=0 if config.tuning.mode == "full" else len(config.model.new_tokens),
             vision=config.tuning.vision,
             precision=plan.precision,
-            attention=plan.attention,
+            kernels=plan.kernels,
             activations=plan.activations.traced(plan.device),
             mlp_tile=plan.mlp_tile,
             accumulates=later or early,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
-            kernels=plan.kernels,
-            # else nobody has compared what is generated with what runs
-            compiled=plan.compile
-            and shared.world_size == 1
-            and not config.train.float8
-            and (plan.device == "cpu" or (joined and plan.kernels == "own")),
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sharing=shared.traced(divides=engine.shards_weights),
@@ -369,6 +366,9 @@ class StepSpec:
             longest=plan.rows.max_seq_len if joined else None,
             sequence_tokens=(plan.rows.sequence_tokens or None) if joined and plan.device == "cuda" else None,
         )
+        compared = plan.device == "cpu" or (joined and plan.kernels.layers == "own")
+        if shared.world_size > 1 or config.train.float8 or not compared:
+            spec = spec.uncompiled  # nobody has compared what is generated with what runs
         if engine.casts_model and plan.precision.autocast in AUTOCAST:
             cast = Precision(dtype=AUTOCAST[plan.precision.autocast])
             return replace(spec, precision=cast, cast_adapters=True)

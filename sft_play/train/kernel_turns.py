@@ -66,7 +66,7 @@ class Rival(NamedTuple):
     @property
     def label(self) -> str:
         """Its kernels, as a person calls them."""
-        return COMPILED.label if self.plan.compile else LAYERS[self.plan.kernels].label
+        return COMPILED.label if self.plan.kernels.compiled else LAYERS[self.plan.kernels.layers].label
 
 
 def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Plan | None:
@@ -87,8 +87,8 @@ def timed_kernels(session: Session, result: ProbeResult, allowance: float) -> Pl
         console().print(f"  timed: {found.said(rival.label)}", style="dim")
         if job.ranks.is_main:
             path = _path(job)
-            write_verdict(path, name, found.beside_own(read_verdicts(path).get(job.plan.kernels)))
-            if rival.plan.compile and not found.problem:
+            write_verdict(path, name, found.beside_own(read_verdicts(path).get(job.plan.kernels.layers)))
+            if rival.plan.kernels.compiled and not found.problem:
                 keep_seconds_to_compile(training_device(job.machine).name, found.first_seconds)
     if not (won := winners_of(verdicts)):
         return None
@@ -130,26 +130,28 @@ def _compiled(
 
     They take the place of other kernels that were found to be faster than ours.
     """
-    own = replace(plan, kernels="own") if request.config.train.kernels == "auto" else plan
+    own = plan.with_layers("own") if request.config.train.kernels == "auto" else plan
     may = may_compile(request.config, own, request.architecture, request.facts.pictures)
-    if plan.compile or not may or missing_for_compiler(plan.device):
+    if plan.kernels.compiled or not may or missing_for_compiler(plan.device):
         return {}
     otherwise, times_as_fast = COMPILED.expected[plan.device]
     seconds = seconds_to_compile(request.device.name, otherwise)
-    share = known[plan.kernels].share if plan.kernels in known else 1.0
+    share = known[plan.kernels.layers].share if plan.kernels.layers in known else 1.0
     gain = step_seconds * plan.schedule.total_steps * (1 - 1 / (times_as_fast * share))
-    return {COMPILED.name: Rival(replace(own, compile=True), seconds)} if gain > seconds else {}
+    return {COMPILED.name: Rival(own.with_compiled(True), seconds)} if gain > seconds else {}
 
 
 def _other_kernels(job: Job) -> dict[str, Rival]:
     """The plan with each of the other kernels that this device runs; none where the config says which."""
     plan = job.plan
-    if job.config.train.kernels != "auto" or plan.compile:
+    if job.config.train.kernels != "auto" or plan.kernels.compiled:
         return {}
     return {
-        name: Rival(replace(plan, kernels=name), 0.0)
+        name: Rival(plan.with_layers(name), 0.0)
         for name, row in LAYERS.items()
-        if row.runs_on(plan.device, plan.compute_capability) and row.is_installed() and name != plan.kernels
+        if row.runs_on(plan.device, plan.compute_capability)
+        and row.is_installed()
+        and name != plan.kernels.layers
     }
 
 
@@ -160,7 +162,7 @@ def take_turns(session: Session, name: str) -> Verdict:
     """
     trainer, plan, began = session.trainer, session.job.plan, time.monotonic()
     model: Any = trainer.model
-    ours, theirs = both_forwards(model, name, plan.kernels)
+    ours, theirs = both_forwards(model, name, plan.kernels.layers)
     if not theirs:
         return Verdict(problem="the model has no modules that they compute")
     rows, turns = step_of_highest(session.rows.dataset, plan), _Turns((ours, theirs), trainer.args.device)
@@ -190,9 +192,9 @@ def require_same_results(session: Session) -> None:
             compiled, without a word (decision 0107).
     """
     trainer, plan = session.trainer, session.job.plan
-    if not plan.compile or plan.kernels_origin == PROBED:
+    if not plan.kernels.compiled or plan.kernels_origin == PROBED:
         return
-    if not from_main(lambda: _fits(session.job, replace(plan, compile=False))):
+    if not from_main(lambda: _fits(session.job, plan.with_compiled(False))):
         warn("compiled layers are not compared with plain ones, which may not fit")
         return
     plain = plain_forwards(trainer.model)

@@ -102,7 +102,7 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
         keep_freed_memory()
     if job.config.train.float8:
         float8.convert_layers(model)
-    if job.plan.compile:
+    if job.plan.kernels.compiled:
         compile_layers(model)
     reporter = Reporter(
         job.plan,
@@ -194,7 +194,7 @@ def _collator(job: Job, batches: MicroBatches, *, always: bool = False) -> Colla
     pad_id, recipe, look = job.tokenizer.pad_token_id, job.data.recipe, look_of(job.architecture)
     collator_of: Callable[[Dataset], Collator] = partial(padded_micro_batches, pad_id=pad_id)
     if job.plan.rows.joined:
-        boundaries = ATTENTIONS[job.plan.attention].boundaries
+        boundaries = ATTENTIONS[job.plan.kernels.attention].boundaries
         collator_of = partial(joined_micro_batches, boundaries=boundaries)
     if isinstance(recipe, Recipe) and "pictures" in batches.rows.column_names:
         ahead = PicturesAhead(

@@ -77,15 +77,15 @@ def _with_fastest_kernels(
     before, plan = session.job.plan, timed_kernels(session, result, allowance)
     if plan is None:
         return session, result
-    if plan.compile:  # a model that is loaded anew would be compiled anew
+    if plan.kernels.compiled:  # a model that is loaded anew would be compiled anew
         model: Any = session.trainer.model
-        switch(both_forwards(model, COMPILED.name, before.kernels)[1])
+        switch(both_forwards(model, COMPILED.name, before.kernels.layers)[1])
         session = _with_plan(session, plan)
     else:
         session = prepare_session(close_session(session, plan), announce=False)
     found = _probe_and_print(session)
     if not found.fits(plan):
-        setting = COMPILED.setting if plan.compile else LAYERS[plan.kernels].setting
+        setting = COMPILED.setting if plan.kernels.compiled else LAYERS[plan.kernels.layers].setting
         warn(f"{_too_much(plan, found)} with {setting}; the kernels stay as they were")
         return prepare_session(close_session(session, before), announce=False), result
     _keep_results(session.job, (plan, found))

@@ -216,10 +216,10 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
     positions = torch.arange(n, device=device).repeat(2)[None]
     joined = dict(position_ids=positions, sequence_lengths=[n, n], **bounds)
     if _sees(model, device, place=slice(n, None), other=slice(n), **joined):
+        asked = f"model.attention={plan.kernels.attention}"
         remedy = "set train.packing=false" if plan.rows.packing else "set train.padding_free=false"
         raise ConfigError(
-            f"{_name(model)} with model.attention={plan.attention}: attention leaks between joined rows; "
-            f"{remedy}, which pads them"
+            f"{_name(model)} with {asked}: attention leaks between joined rows; {remedy}, which pads them"
         )
 
 

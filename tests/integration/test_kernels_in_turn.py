@@ -84,7 +84,7 @@ def test_kernels_that_are_slower_or_wrong_or_fail_are_left_out_and_not_asked_aga
     job = sized(make_job(tiny_model, tmp_path, "odd", **SETTINGS))
     session, result = proven(job)
     said = " ".join(capsys.readouterr().out.split())
-    assert session.job.plan.kernels == "own" and session.job.plan.kernels_origin is None
+    assert session.job.plan.kernels.layers == "own" and session.job.plan.kernels_origin is None
     assert "timed: Odd kernels: " in said and problem in said
     assert read_verdicts(_path(job))["odd"].problem.startswith(problem)
     inputs = session.trainer.data_collator([session.rows.dataset[0]])
@@ -130,15 +130,15 @@ def test_the_faster_kernels_are_trained_remembered_and_kept_by_a_run_that_goes_o
     asked = sized(make_job(tiny_model, tmp_path, "asked", kernels="own", **SETTINGS))
     session, result = proven(job)
     plan = session.job.plan
-    assert (plan.kernels, plan.kernels_origin) == ("library", "probe")
+    assert (plan.kernels.layers, plan.kernels_origin) == ("library", "probe")
     assert any("timed here before step 1: The passes of transformers" in why for why in plan.why)
     assert result.fits(plan) and plan.step_seconds == result.step_seconds
     again = sized(make_job(tiny_model, tmp_path, "again", **SETTINGS)).plan
-    assert (again.kernels, again.kernels_origin) == ("library", "probe")
-    assert resumed_plan(request_of(job), job.plan).kernels == "own"
-    assert resumed_plan(request_of(job), plan).kernels == "library"
+    assert (again.kernels.layers, again.kernels_origin) == ("library", "probe")
+    assert resumed_plan(request_of(job), job.plan).kernels.layers == "own"
+    assert resumed_plan(request_of(job), plan).kernels.layers == "library"
     capsys.readouterr()
-    assert proven(asked)[0].job.plan.kernels == "own" and "timed: The" not in capsys.readouterr().out
+    assert proven(asked)[0].job.plan.kernels.layers == "own" and "timed: The" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -164,14 +164,19 @@ def test_a_long_run_may_try_compiled_layers_and_goes_by_what_was_found(tiny_mode
     job = sized(make_job(tiny_model, tmp_path, "long", **LONG))
     assert rivals_of(job, 1e-6) == {} and rivals_of(job, 0.1).keys() == {"compiled"}
     off = make_job(tiny_model, tmp_path, "off", compile=False, **LONG)
-    assert rivals_of(sized(off), 0.1) == {} and not job.plan.compile
+    assert rivals_of(sized(off), 0.1) == {} and not job.plan.kernels.compiled
     write_verdict(_path(job), "compiled", Verdict(seconds=0.1, beside=0.2, first_seconds=30.0))
     plan = sized(make_job(tiny_model, tmp_path, "again", **LONG)).plan
-    assert (plan.compile, plan.kernels_origin) == (True, "probe")
+    assert (plan.kernels.compiled, plan.kernels_origin) == (True, "probe")
     assert any("layers are compiled, since steps timed on this device were faster" in why for why in plan.why)
-    assert not sized(make_job(tiny_model, tmp_path, "short", **LONG | {"max_steps": 200})).plan.compile
-    assert not sized(off).plan.compile
-    assert not resumed_plan(request_of(job), job.plan).compile and resumed_plan(request_of(job), plan).compile
+    assert not sized(
+        make_job(tiny_model, tmp_path, "short", **LONG | {"max_steps": 200})
+    ).plan.kernels.compiled
+    assert not sized(off).plan.kernels.compiled
+    assert (
+        not resumed_plan(request_of(job), job.plan).kernels.compiled
+        and resumed_plan(request_of(job), plan).kernels.compiled
+    )
 
 
 @pytest.mark.slow
@@ -181,10 +186,10 @@ def test_it_tries_them_and_keeps_them_where_they_are_faster(tiny_model, tmp_path
         own_passes, "norm_forward", lambda module, x: slow_unless_compiled(forward(module, x), x)
     )
     plan = proven(sized(make_job(tiny_model, tmp_path, "long", **LONG)))[0].job.plan
-    assert (plan.compile, plan.kernels, plan.kernels_origin) == (True, "own", "probe")
+    assert (plan.kernels.compiled, plan.kernels.layers, plan.kernels_origin) == (True, "own", "probe")
     assert any("timed here before step 1: Compiled layers: a step took" in why for why in plan.why)
     again = sized(make_job(tiny_model, tmp_path, "again", **LONG)).plan
-    assert (again.compile, again.kernels_origin) == (True, "probe")
+    assert (again.kernels.compiled, again.kernels_origin) == (True, "probe")
 
 
 @pytest.mark.slow
@@ -195,20 +200,20 @@ def test_they_are_tried_too_where_other_kernels_have_won_and_take_their_place(
     job = sized(make_job(tiny_model, tmp_path, "first", **settings))
     write_verdict(_path(job), "library", Verdict(seconds=0.1, beside=0.11))
     job = sized(make_job(tiny_model, tmp_path, "faster", **settings))
-    assert (job.plan.kernels, job.plan.kernels_origin) == ("library", "probe")
+    assert (job.plan.kernels.layers, job.plan.kernels_origin) == ("library", "probe")
     (rival,) = rivals_of(job, 0.1).values()
-    assert (rival.plan.kernels, rival.plan.compile) == ("own", True)
+    assert (rival.plan.kernels.layers, rival.plan.kernels.compiled) == ("own", True)
     slowly = library_passes.norm_forward
     monkeypatch.setattr(library_passes, "norm_forward", lambda module, x: slow(slowly(module, x), x))
     session, _ = proven(job)
-    assert (session.job.plan.kernels, session.job.plan.compile) == ("own", True)
+    assert (session.job.plan.kernels.layers, session.job.plan.kernels.compiled) == ("own", True)
     norms = [module for module in session.trainer.model.modules() if isinstance(module, LlamaRMSNorm)]
     in_layers = {own_passes.forward_of(norm).__func__ for norm in norms}
     assert in_layers == {own_passes.norm_forward}  # ours are what is compiled
     verdict = read_verdicts(_path(job))["compiled"]
     assert verdict.wins and verdict.beside > 0.1  # of our own, which are slower than those that won
     again = sized(make_job(tiny_model, tmp_path, "again", **settings)).plan
-    assert (again.kernels, again.compile) == ("own", True)
+    assert (again.kernels.layers, again.kernels.compiled) == ("own", True)
 
 
 @pytest.mark.slow
@@ -219,7 +224,7 @@ def test_compiled_layers_that_are_no_faster_are_left_out_and_that_is_said(
     session, _ = proven(sized(make_job(tiny_model, tmp_path, "long", **LONG)))
     said = " ".join(capsys.readouterr().out.split())
     assert "timed: Compiled layers: a step took" in said and ", not a clear gain" in said
-    assert not session.job.plan.compile and session.job.plan.kernels_origin is None
+    assert not session.job.plan.kernels.compiled and session.job.plan.kernels_origin is None
 
 
 def with_another_gradient_if_compiled(found, x):
@@ -233,7 +238,7 @@ def test_compiled_layers_that_were_asked_for_are_compared_with_plain_ones(
     settings = LONG | dict(compile=True, max_steps=2)
     session, _ = proven(sized(make_job(tiny_model, tmp_path, "right", **settings)))
     said = capsys.readouterr()
-    assert session.job.plan.compile and "not compared with" not in said.out + said.err
+    assert session.job.plan.kernels.compiled and "not compared with" not in said.out + said.err
     unknown = replace(session.job, plan=replace(session.job.plan, memory=None))
     require_same_results(replace(session, job=unknown))
     assert "not compared with plain ones, which may not fit" in " ".join(capsys.readouterr().out.split())

@@ -45,7 +45,7 @@ def _kept(plan: Plan) -> list[Any]:
         replace(plan.sharing, defers_exchange=False, reshard_after_forward=True),
         (plan.batch.micro, plan.batch.accumulation, plan.rows.packing, plan.rows.joined),
         plan.activations.uniform,
-        (plan.precision, plan.attention, plan.device, plan.compute_capability, plan.kernels, plan.compile),
+        (plan.precision, plan.kernels, plan.device, plan.compute_capability),
     ]
 
 
@@ -53,8 +53,8 @@ def _ways_of(earlier: Plan, asked: RunConfig) -> Settings:
     """Kernels, and ways to send less, that an earlier plan chose, where they are left to the plan."""
     engine, sharing, parallel = engine_of(earlier.sharing.engine), earlier.sharing, asked.parallel
     ways: dict[str, tuple[object, object]] = {
-        "train.kernels": (asked.train.kernels, earlier.kernels),
-        "train.compile": (asked.train.compile, earlier.compile),
+        "train.kernels": (asked.train.kernels, earlier.kernels.layers),
+        "train.compile": (asked.train.compile, earlier.kernels.compiled),
     }
     if engine.can_keep_gathered:
         ways["parallel.reshard_after_forward"] = parallel.reshard_after_forward, sharing.reshard_after_forward

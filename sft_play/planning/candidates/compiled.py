@@ -104,10 +104,10 @@ def compiled_reasons(
     """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
     if config.train.float8:
         return [compiled_layers("float8")]
-    traced_for: Any = plan.device if StepSpec.of(config, plan).compiled else None
+    traced_for: Any = plan.device if StepSpec.of(config, plan).kernels.compiled else None
     if config.train.asks_compile:
         return [compiled_layers("on", traced_for), *_float8_off(config, plan, architecture)]
-    if plan.compile:
+    if plan.kernels.compiled:
         return [compiled_layers("timed", traced_for), *_float8_off(config, plan, architecture)]
     may = may_compile(config, plan, architecture, pictures)
     return [NOT_COMPILED, *_float8_off(config, plan, architecture)] if may else []
@@ -120,7 +120,7 @@ def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictu
     return (
         asked == "auto"
         and plan.device in COMPILED.expected
-        and plan.kernels == "own"
+        and plan.kernels.layers == "own"
         and not config.tuning.lora.use_dora
         and engine.compiles_layers
         and not engine.shards_weights  # ranks would wait for one whose trial fails
@@ -128,7 +128,7 @@ def may_compile(config: RunConfig, plan: Plan, architecture: Architecture, pictu
         and not plan.sharing.sequence_parallel
         and plan.activations.policy != "offload"
         and not plan.activations.in_tiles
-        and plan.attention == NAME
+        and plan.kernels.attention == NAME
         and (config.tuning.mode == "full" or dtype == AUTOCAST.get(autocast, "float32"))
         and COMPILED.runs_on(plan.device, plan.compute_capability)
         and not _other_than_dense(architecture)

@@ -10,7 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
-from sft_play.parts import Batch, Precision, Rows, Schedule, Sharing, ways
+from sft_play.parts import Batch, Kernels, Precision, Rows, Schedule, Sharing, ways
 from sft_play.plan import Device, Plan
 from sft_play.planning.candidates.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
 from sft_play.reasons import method
@@ -152,12 +152,10 @@ def draft_plans(
             rows=replace(kinds, most_tokens=most[split][0], most_supervised=most[split][1]),
             activations=activations,
             precision=Precision(autocast=autocast, dtype=dtype),
-            attention=attention,
+            kernels=Kernels(attention=attention, layers=train.layer_kernels, compiled=train.asks_compile),
             schedule=Schedule(learning_rate=rate, steps_per_epoch=per_epoch, total_steps=total),
             device=device.kind,
             compute_capability=device.compute_capability,
-            kernels=config.train.layer_kernels,
-            compile=config.train.asks_compile,
         )
         for sharing, activations, split in product(
             _sharings(config, device, world_size, machines), ways(train, device.kind), splits

@@ -117,7 +117,7 @@ def plan_clock(
             plan = replace(plan, sharing=replace(plan.sharing, defers_exchange=False))
         work = work_of(run, plan, batch.tokens)
         work = work if exchanged else work.unexchanged()
-        if plan.compile and plan.device == "cuda":  # on a CPU, compiled layers were no faster
+        if plan.kernels.compiled and plan.device == "cuda":  # on a CPU, compiled layers were no faster
             work = fused(work)
         exchange = _exchange(work, run, plan, collectives, inside(plan.sharing.sequence_ranks))
         parts = step_seconds(

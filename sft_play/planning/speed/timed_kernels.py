@@ -67,7 +67,7 @@ class Verdict:
 
 def kernels_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
     """Where it is kept for all plans that a run may have instead of this one."""
-    plain = replace(in_common(plan), kernels="own", compile=False)
+    plain = in_common(plan).with_layers("own").with_compiled(False)
     return entry("kernels", record_path(architecture, device, config, plain).name)
 
 

@@ -84,8 +84,8 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
     the micro-batch size, and whether few or many of the layers are recomputed if some are.
     """
     rows = replace(plan.rows, most_tokens=0, most_supervised=0)
-    parts = [flat(each) for each in (plan.sharing, rows, plan.activations.kind, plan.precision)]
-    kind = parts, plan.attention, plan.device, plan.compute_capability, plan.kernels, plan.compile
+    parts = [flat(each) for each in (plan.sharing, rows, plan.activations.kind, plan.precision, plan.kernels)]
+    kind = parts, plan.device, plan.compute_capability
     tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
     train = config.train
     settings = tuning, tokens, train.optimizer, config.eval.batch_size, train.float8

@@ -77,14 +77,14 @@ class Traces:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
-        if spec.compiled and self._generates:
+        if spec.kernels.compiled and self._generates:
             try:
                 return self._any_step(spec)
             except UntraceableModel as error:
                 self._generates = False
                 why = first_line(error.__cause__ or error)
                 warn(f"compiled layers cannot be traced ({why}); memory is predicted for others")
-        return self._any_step(replace(spec, compiled=False))
+        return self._any_step(spec.uncompiled)
 
     def _any_step(self, spec: StepSpec) -> Step:
         if spec.sharing.sharded in self._untraceable:
@@ -116,7 +116,7 @@ class Traces:
         """The step on this CPU, or on the GPU whose traces serve its own too."""
         if spec.device == "cpu":
             return spec.on_this_cpu(self._threads)
-        about = spec.attention, spec.precision.computed_in, spec.compute_capability
+        about = spec.kernels.attention, spec.precision.computed_in, spec.compute_capability
         if spec.joined and about not in self._gpus:
             self._gpus[about] = self.architecture.ask(step_facts.traced_capability, *about)
         return replace(spec, compute_capability=self._gpus[about]) if spec.joined else spec
@@ -143,7 +143,7 @@ class Traces:
         If it is asked for at these `tokens` alone, and the step has as many, a single trace will do. Where
         weights stay gathered, those of a step that gathers them again do.
         """
-        spec = replace(self._on_device(spec).without_lengths(), compiled=False)
+        spec = self._on_device(spec).without_lengths().uncompiled
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
         again = replace(spec, sharing=replace(spec.sharing, reshard_after_forward=True))
@@ -197,7 +197,7 @@ class Traces:
             whole = self._all_layers.get(spec.sharing.sharded, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            if not spec.compiled:
+            if not spec.kernels.compiled:
                 self._untraceable[spec.sharing.sharded] = error
             raise
         self._add(spec, trace)
@@ -250,10 +250,10 @@ def estimator(
             steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
             return memory.estimate(steps, device, engine, division, batches=batches, complete=complete)
 
-        if not (complete and spec.compiled and plan.device == "cuda"):
+        if not (complete and spec.kernels.compiled and plan.device == "cuda"):
             return sized(plan)
         # no run on a GPU was compared: what is generated may not be what runs
-        return replace(sized(plan), at_most_bytes=sized(replace(plan, compile=False)).process_bytes)
+        return replace(sized(plan), at_most_bytes=sized(plan.with_compiled(False)).process_bytes)
 
     return estimate
 
@@ -274,14 +274,14 @@ def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches
     else:
         spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
         spec = replace(spec, eval_share=None, fits=batches.most_fits)
-    spec = replace(spec, compiled=False)  # which takes more; to generate code takes seconds
+    spec = spec.uncompiled  # which takes more; to generate code takes seconds
     held = with_held(traces.step(spec), spec, plan, batches, None, evaluated)
     return [SizedStep(held, first=with_births(traces, spec))]
 
 
 def with_births(traces: Traces, spec: StepSpec) -> Callable[[], Step] | None:
     """As `SizedStep.first`: those of adapters are small."""
-    if spec.mode != "full" or not spec.accumulates or spec.compiled:
+    if spec.mode != "full" or not spec.accumulates or spec.kernels.compiled:
         return None
     return lambda: traces.step(replace(spec, accumulates=False))
 

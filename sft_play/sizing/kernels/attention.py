@@ -160,7 +160,7 @@ def varlen_attention(spec: StepSpec) -> Callable:
 
     Also that of FlashAttention's packages. A trace has fewer and longer sequences than the step.
     """
-    kernel = ATTENTIONS[spec.attention].joined
+    kernel = ATTENTIONS[spec.kernels.attention].joined
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **options: object
@@ -174,7 +174,7 @@ def joined_workspace(spec: StepSpec) -> Callable:
     """What the kernel of joined sequences allocates besides gradients, for its operation in compiled code."""
 
     def workspace(_: object, query: torch.Tensor, key: torch.Tensor, *args: object) -> list[torch.Tensor]:
-        kernel = ATTENTIONS[spec.attention].joined
+        kernel = ATTENTIONS[spec.kernels.attention].joined
         return _blocks(query, kernel.workspace(_joined_call(query, key, spec)))
 
     return workspace
@@ -190,7 +190,7 @@ def _joined_call(query: torch.Tensor, key: torch.Tensor, spec: StepSpec) -> Call
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """Whether one call of attention serves all sequences that are joined."""
     is_gpu = spec.joined and spec.device == "cuda" and not has_sinks(config)
-    return is_gpu and ATTENTIONS[spec.attention].joined.takes(
+    return is_gpu and ATTENTIONS[spec.kernels.attention].joined.takes(
         *_heads_of(config, spec), dropout=attention_dropout(config)
     )
 
@@ -204,7 +204,7 @@ def _heads_of(config: "PretrainedConfig", spec: StepSpec) -> tuple[Capability, s
 
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> str | None:
     """The kernel of attention that a GPU runs, for the plan; None for a CPU, and for masks."""
-    row = ATTENTIONS[spec.attention]
+    row = ATTENTIONS[spec.kernels.attention]
     if spec.device == "cpu" or not row.boundaries:
         return None
     one_call = row.is_package or takes_one_call(config, spec)
@@ -244,7 +244,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """
     if takes_one_call(config, spec):
         return False
-    if has_window(config, spec.longest_sequence) and not ATTENTIONS[spec.attention].windows:
+    if has_window(config, spec.longest_sequence) and not ATTENTIONS[spec.kernels.attention].windows:
         return True
     text = config.get_text_config()
     parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]

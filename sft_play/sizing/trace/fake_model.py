@@ -60,7 +60,7 @@ def skeleton(
         with without_weights():
             quantize_layers(model, nf4(config, dtype))
             keep_differentiable(model)
-    own_passes.replace_forwards(model, spec.kernels)
+    own_passes.replace_forwards(model, spec.kernels.layers)
     model.config.use_cache = False
     return model, stand_ins
 
@@ -98,8 +98,8 @@ def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "Pretrai
 
 def _attention_to_trace(config: "PretrainedConfig", spec: StepSpec) -> str:
     """Our implementation stands for all fused kernels: memory is the same, and no package is needed."""
-    takes_ours = spec.attention != "eager" and calls_ours(config)
-    return varlen.LIBRARY_NAME if takes_ours else spec.attention
+    takes_ours = spec.kernels.attention != "eager" and calls_ours(config)
+    return varlen.LIBRARY_NAME if takes_ours else spec.kernels.attention
 
 
 def layers_told_apart(model: "PreTrainedModel", stand_ins: Sequence[int]) -> torch.nn.ModuleList:

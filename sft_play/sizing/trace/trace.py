@@ -107,11 +107,11 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
     recorder = _recorder(SymbolicRecorder, spec)
-    in_graphs = joined_in_graphs(recorder, spec) if spec.compiled else nullcontext()
+    in_graphs = joined_in_graphs(recorder, spec) if spec.kernels.compiled else nullcontext()
     with _group_of(spec), few_tiles(recorder), attributed_loss(recorder), in_graphs:
         materialise(model, layers, recorder)
         _set_up(model, spec)
-        if spec.compiled:
+        if spec.kernels.compiled:
             compile_layers(model, generating(model.config.to_json_string(), spec.device))
             with recorder, recorder.silent():
                 forward(model, make_batch(spec, look=look_of(model.config)), spec).backward()
@@ -196,7 +196,7 @@ def _target_device(spec: StepSpec) -> Any:
         return simulate_cuda(
             spec.longest_sequence,
             spec.compute_capability,
-            windows=ATTENTIONS[spec.attention].windows,
+            windows=ATTENTIONS[spec.kernels.attention].windows,
             joined=varlen_attention(spec),
         )
     return simulate_cpu()

@@ -35,7 +35,7 @@ def test_compiled_layers_take_less_and_code_is_generated_once_for_all_sizes():
     before = counters["stats"]["unique_graphs"]
     for tokens in (150, 410, 260):
         spec = replace(STEP, batch=JoinedRows(tokens))
-        with_code, without = bytes_of(traces, spec), bytes_of(traces, replace(spec, compiled=False))
+        with_code, without = bytes_of(traces, spec), bytes_of(traces, spec.uncompiled)
         assert with_code["backward"] < 0.97 * without["backward"]
         held = 8 * tokens  # positions, by the compiler; else the same, since layers are recomputed
         assert with_code["forward"] == without["forward"] + held
@@ -68,7 +68,7 @@ def test_without_generated_code_a_step_takes_at_most_what_it_takes_without_compi
     monkeypatch.setattr(compiled, "without_kernels", fails)
     compiled.generating.cache_clear()
     traces = Traces(small_config("llama", SIZES))
-    assert bytes_of(traces, STEP) == bytes_of(traces, replace(STEP, compiled=False))
+    assert bytes_of(traces, STEP) == bytes_of(traces, STEP.uncompiled)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         said.count(
