@@ -16,7 +16,7 @@ from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SPLITS
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.job import Job
 from sft_play.launch.ranks import RankEnvironment

@@ -10,7 +10,7 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import Share
 from sft_play.data.prepare import PreparedData
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SPLITS
 from sft_play.job import Job
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect

@@ -32,7 +32,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import fingerprint, opened
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.extras import install_command
 from sft_play.fingerprints import sources_digest

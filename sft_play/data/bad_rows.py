@@ -1,11 +1,11 @@
 """Rows that are not valid: all of them are found, then refused together, or left out and listed in a file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SplitsStats, splits_of
 from sft_play.errors import DataError
 from sft_play.spelling import var
 from sft_play.units import counted
@@ -45,7 +45,7 @@ def by_cause(lines: Iterable[str]) -> list[str]:
     return [f"{file}:{', '.join(numbers)}: {cause}" for (file, cause), numbers in rows.items()]
 
 
-def dropped_lines(folder: Path, stats: Mapping[str, Any]) -> list[str]:
+def dropped_lines(folder: Path, stats: SplitsStats) -> list[str]:
     """What is to be said of rows that were left out of tokenized data: nothing, or a line."""
-    bad = sum(stats[split]["dropped"].get(DROPPED, 0) for split in SPLITS if stats.get(split))
+    bad = sum(found["dropped"].get(DROPPED, 0) for found in splits_of(stats).values())
     return [f"{counted(bad, 'row')} left out as {DROPPED}: see {folder / FILE}"] if bad else []

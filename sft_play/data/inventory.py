@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from sft_play.config.inputs import DataInput, asked_name
 from sft_play.data.folders import ABOUT, SHOWN
@@ -13,21 +13,26 @@ UNUSED = "not used: no setting names these splits"
 EXPECTED = (ABOUT, UNUSED)  # remarks that nobody needs a warning of
 
 
+class InputFiles(TypedDict):
+    """What a data path turned out to be."""
+
+    split: str
+    path: str
+    of: str  # the name of the split in its folder or dataset, "" if it has none
+    files: list[str]  # of a folder
+
+
 @dataclass(frozen=True)
 class Inventory:
-    """The files of a run's data, as data.json has them.
+    """The files of a run's data, as data.json has them."""
 
-    An input has split, path, `of` (the name of the split in its folder or dataset, "" if it has none) and the
-    `files` of a folder.
-    """
-
-    inputs: list[dict[str, object]]
+    inputs: list[InputFiles]
     remarks: dict[str, dict[str, list[str]]]  # on what was not read: path -> remark -> names
 
 
 def inventory(opened: Sequence[tuple[DataInput, Source]]) -> Inventory:
     """What was read of these, and what was not."""
-    inputs: list[dict[str, object]] = []
+    inputs: list[InputFiles] = []
     remarks = {}
     for given, source in opened:
         names = [str(file.relative_to(source.folder)) for file in source.files if source.folder]
@@ -40,7 +45,7 @@ def inventory(opened: Sequence[tuple[DataInput, Source]]) -> Inventory:
     return Inventory(inputs, remarks)
 
 
-def input_lines(inputs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def input_lines(inputs: Sequence[InputFiles]) -> Iterator[str]:
     """A line for each input: its split, and where its rows are from."""
     for each in inputs:
         files = each["files"]

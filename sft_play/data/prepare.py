@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source, fingerprint, open_inputs
 from sft_play.data.spans import pieces_of
-from sft_play.data.splits import SPLITS, Part, write_splits
+from sft_play.data.splits import Part, write_splits
+from sft_play.data.stats import SPLITS, DataStats, KeptStats, SourceStats, splits_of
 from sft_play.data.template import (
     check_template,
     day_warning,
@@ -78,12 +79,7 @@ class PreparedData:
     val: "Dataset | None"
     test: "Dataset | None"
     max_seq_len: int  # model.max_seq_len; for "auto" the length of the longest row of all splits
-    stats: dict[str, Any]
-    """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
-    truncated, parts (of longer rows), pictures, picture_units, picture_tokens, dropped {reason: rows},
-    lengths {p50, p90, p99, max}, histogram {start, width, rows, longer}, and with data.sources a list of
-    counts by source; inputs and remarks (of `inventory`); warnings, images, chat_template, largest_token_id,
-    seconds; and rendered_as_of, a day, if the chat template writes one."""
+    stats: DataStats
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
     recipe: Recipe | str = TEXT_ALONE  # how the model takes pictures, or why it takes none
@@ -153,18 +149,17 @@ def prepare(
             with bar if progress else nullcontext(lambda rows: None) as advance, _own_rows(given):
                 parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
         _require_valid(config, parts, folder)
-        stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
-        stats["warnings"] = data_warnings(config, stats, parts, chosen)
+        splits, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
+        warnings = data_warnings(config, splits, parts, chosen)
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
-        stats["warnings"] += [split_warning(markers)] if markers else []
+        warnings += [split_warning(markers)] if markers else []
+        took = round(time.perf_counter() - started, 2)
+        stats = KeptStats(
+            **splits, warnings=warnings, images=described(recipe), chat_template=origin, seconds=took
+        )
         if dated:
-            stats["warnings"].append(day_warning(dated))
+            warnings.append(day_warning(dated))
             stats["rendered_as_of"] = str(dated)
-        stats |= {
-            "images": described(recipe),
-            "chat_template": origin,
-            "seconds": round(time.perf_counter() - started, 2),
-        }
         return {"stats": stats}
 
     folder = project_dir() / "data" / key
@@ -364,10 +359,11 @@ def _require_valid(config: RunConfig, parts: Sequence[Part], folder: Path) -> No
 def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | str) -> PreparedData:
     import datasets
 
-    stats = read_manifest(folder)["stats"] | vars(found)
+    kept: KeptStats = read_manifest(folder)["stats"]
+    stats: DataStats = {**kept, "inputs": found.inputs, "remarks": found.remarks}
     dropped = bad_rows.dropped_lines(folder, stats)
-    stats["warnings"] = [*remark_lines(stats["remarks"], expected=False), *dropped, *stats["warnings"]]
-    longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])
+    stats["warnings"] = [*remark_lines(found.remarks, expected=False), *dropped, *kept["warnings"]]
+    longest = max(found["lengths"]["max"] for found in splits_of(stats).values())
     asked = config.model.max_seq_len
     files = {split: folder / f"{split}.arrow" for split in SPLITS}
     rows = {name: datasets.Dataset.from_file(str(file)) for name, file in files.items() if file.exists()}
@@ -378,7 +374,7 @@ def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | st
     )
 
 
-def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:
+def _weighted(sources: list[SourceStats], config: RunConfig) -> tuple[Share, ...]:
     """How often the rows of each source are seen; also says so in their statistics."""
     if not sources:
         return ()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -22,7 +22,7 @@ from sft_play.data.inventory import input_lines, remark_lines
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import read_rows
 from sft_play.data.sources import Source, open_source, opened
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SourceStats, SplitStats, splits_of
 from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import replacing_file
@@ -47,18 +47,20 @@ EACH_ROW = "each row"  # a format: what `process` writes may come from sources o
 def table(prepared: PreparedData) -> Group:
     """The statistics of each split, what was dropped and why, and the warnings."""
     stats = prepared.stats
-    splits = [split for split in SPLITS if stats[split]]
+    splits = splits_of(stats)
     notes = Text(f"  chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}\n")
     notes.append(f"  cached in {prepared.cache_path}")
-    held_out = [f"{split}: held out of the training rows" for split in splits if "read" not in stats[split]]
+    held_out = [
+        f"{split}: held out of the training rows" for split, found in splits.items() if "read" not in found
+    ]
     for line in (*input_lines(stats["inputs"]), *held_out, *remark_lines(stats["remarks"], expected=True)):
         notes.append(f"\n  {line}")
-    for split in splits:
-        for reason, count in sorted(stats[split]["dropped"].items(), key=lambda item: -item[1]):
+    for split, found in splits.items():
+        for reason, count in sorted(found["dropped"].items(), key=lambda item: -item[1]):
             notes.append(f"\n  dropped from {split}: {counted(count, 'row')} ({reason})")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
-    counts = [_counts(stats[split]) for split in splits]
+    counts = list(map(_counts, splits.values()))
     rows = [(name, *(column[name] for column in counts)) for name in counts[0]]
     rows = [row for row in rows if row[0] not in RARE or set(row[1:]) != {"0"}]
     tables = [Table(("data", *splits), rows)]
@@ -67,21 +69,20 @@ def table(prepared: PreparedData) -> Group:
     return Group(*map(on_screen, tables), Words(notes))
 
 
-def _sources_table(sources: list[dict[str, Any]]) -> Table:
+def _sources_table(sources: list[SourceStats]) -> Table:
     """The training rows of each source, and its shares of an epoch."""
-    rows = []
-    totals = {
-        name: sum(source[name] for source in sources) for name in ("rows_per_epoch", "tokens_per_epoch")
-    }
+    rows: list[tuple[str, ...]] = []
+    all_rows = sum(source["rows_per_epoch"] for source in sources)
+    all_tokens = sum(source["tokens_per_epoch"] for source in sources)
     for source in sources:
-        shares: list[str] = []
-        for name, total in totals.items():
-            shares += [f"{source[name]:,}", f"{100 * source[name] / total:.1f}%"]
-        rows.append((Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares))
+        seen, tokens = source["rows_per_epoch"], source["tokens_per_epoch"]
+        name, weight, own = Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}"
+        of_rows, of_tokens = f"{100 * seen / all_rows:.1f}%", f"{100 * tokens / all_tokens:.1f}%"
+        rows.append((name, weight, own, f"{seen:,}", of_rows, f"{tokens:,}", of_tokens))
     return Table(("source", "weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all"), rows)
 
 
-def _counts(split: dict[str, Any]) -> dict[str, str]:
+def _counts(split: SplitStats) -> dict[str, str]:
     lengths = split["lengths"]
     return {
         "conversations": f"{split['conversations']:,}",
@@ -123,9 +124,10 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
         legend.append("between {+ and +}")
     screen.print(legend.append("; the rest is context without loss."))
     first = 0
-    for source in prepared.stats["train"].get("sources", [{"path": "", "rows": len(prepared.train)}]):
-        of = f" of {source['path']}" if source["path"] else ""
-        rows = prepared.train.select(range(first, first + min(count, source["rows"])))
+    sources = [(each["path"], each["rows"]) for each in prepared.stats["train"].get("sources", ())]
+    for path, held in sources or [("", len(prepared.train))]:
+        of = f" of {path}" if path else ""
+        rows = prepared.train.select(range(first, first + min(count, held)))
         for number, row in enumerate(rows, 1):
             supervised = sum(label != IGNORED for label in row["labels"])
             screen.print(f"\nrow {number}{of}: {row['length']} tokens, {supervised} supervised", style="bold")
@@ -133,7 +135,7 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
                 screen.print(line)
             ids, labels = each_once(prepared.recipe, row["input_ids"], row["labels"])
             screen.print(marked(ids, labels, tokenizer, colour=colour))
-        first += source["rows"]
+        first += held
 
 
 def process(config: RunConfig, out: Path) -> Counter[str]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +13,7 @@ from sft_play.config.inputs import DataInput
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.raw_text import joined_blocks
+from sft_play.data.stats import SPLITS, Histogram, Lengths, Split, SplitsStats, SplitStats, row_counts
 from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, is_too_long
 from sft_play.errors import DataError
 from sft_play.parts import IGNORED
@@ -22,7 +23,6 @@ from sft_play.units import capitalized
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPLITS = ("train", "val", "test")
 MIN_ROWS_TO_SPLIT = 10
 DUPLICATE = "duplicate"
 HISTOGRAM_BINS = 30
@@ -57,15 +57,15 @@ class Chosen:
 
 
 def assign(
-    digests: Sequence[np.ndarray], fractions: dict[str, float], seed: int
-) -> dict[str, list[np.ndarray]]:
+    digests: Sequence[np.ndarray], fractions: dict[Split, float], seed: int
+) -> dict[Split, list[np.ndarray]]:
     """A mask per split and part, bool [conversations].
 
     Each part gives its own share, of MIN_ROWS_TO_SPLIT or more at least one, and keeps at least one for
     training; duplicates go to the same split, also across parts, so that none leaks.
     """
     unique, ids = np.unique(np.concatenate(digests), return_inverse=True)
-    names = ("train", *fractions)
+    names: tuple[Split, ...] = ("train", *fractions)
     home = np.full(len(unique), -1, np.int8)
     parts = np.split(ids, np.cumsum([len(part) for part in digests])[:-1])
     for number, part in enumerate(parts):
@@ -78,10 +78,7 @@ def assign(
             count = min(max(round(len(own) * fraction), least), max(len(own) - start - 1, 0))
             home[own[start : start + count]] = split
             start += count
-    masks = {}
-    for split, name in enumerate(names):
-        masks[name] = [home[part] == split for part in parts]
-    return masks
+    return {name: [home[part] == split for part in parts] for split, name in enumerate(names)}
 
 
 def first_of_each(digests: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -92,9 +89,9 @@ def first_of_each(digests: Sequence[np.ndarray]) -> list[np.ndarray]:
     return np.split(first, np.cumsum([len(part) for part in digests])[:-1])
 
 
-def choose(config: RunConfig, parts: Sequence[Part]) -> dict[str, list[Chosen]]:
+def choose(config: RunConfig, parts: Sequence[Part]) -> dict[Split, list[Chosen]]:
     """The conversations of each split; counts the duplicates that are dropped."""
-    chosen: dict[str, list[Chosen]] = {}
+    chosen: dict[Split, list[Chosen]] = {}
     for split in SPLITS:
         own = [part for part in parts if part.given.split == split]
         masks = [np.ones(len(part.digests), bool) for part in own]
@@ -104,8 +101,8 @@ def choose(config: RunConfig, parts: Sequence[Part]) -> dict[str, list[Chosen]]:
             if not mask.all():
                 part.counts.dropped[DUPLICATE] += int((~mask).sum())
         chosen[split] = list(map(Chosen, own, masks))
-    fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
-    fractions = {split: fraction for split, fraction in fractions.items() if not chosen[split]}
+    asked: dict[Split, float] = {"val": config.data.val_fraction, "test": config.data.test_fraction}
+    fractions = {split: fraction for split, fraction in asked.items() if not chosen[split]}
     whole = chosen["train"]
     homes = assign([one.part.digests for one in whole], fractions, config.train.seed)
     for split, masks in homes.items():
@@ -144,7 +141,7 @@ def write_splits(
     folder: Path,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
-) -> tuple[dict[str, Any], dict[str, list[Chosen]]]:
+) -> tuple[SplitsStats, dict[Split, list[Chosen]]]:
     """Writes `<split>.arrow` and `<split>.conversations.arrow`, and deletes the part files.
 
     Returns:
@@ -156,7 +153,8 @@ def write_splits(
     chosen = choose(config, parts)
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
-    stats: dict[str, Any] = {"largest_token_id": 0}
+    stats: dict[Split, SplitStats | None] = {}
+    largest = 0
     # without pictures as before there were any, so that the hash of rows stays, by which a run goes on
     cells = (batch["pictures"].flatten() for part in parts for batch in store.batches(part.rows))
     columns = next((store.ROWS for cell in cells for _ in cell), store.TEXT_ROWS)
@@ -168,21 +166,26 @@ def write_splits(
             if own and not tally.counts["supervised_tokens"]:
                 raise _nothing_left(config, one.part, max_tokens)
         stats[split] = _split_stats(held, tallies) if any(tally.lengths for tally in tallies) else None
-        if own:
+        if (found := stats[split]) and own:
             counts = Counts()
             for one in held:
                 counts.add(one.part.counts)
-            stats[split] = {"read": counts.read, **stats[split], "dropped": dict(counts.dropped)}
-        if config.data.sources and stats[split]:
-            stats[split]["sources"] = [
-                {"path": one.part.given.path, "conversations": int(one.mask.sum()), **tally.counts}
+            stats[split] = found = {"read": counts.read, **found, "dropped": dict(counts.dropped)}
+        if config.data.sources and found:
+            found["sources"] = [
+                {
+                    "path": one.part.given.path,
+                    "conversations": int(one.mask.sum()),
+                    **row_counts(tally.counts),
+                }
                 for one, tally in zip(held, tallies, strict=True)
             ]
-        stats["largest_token_id"] = max(stats["largest_token_id"], *(tally.largest for tally in tallies), 0)
+        largest = max(largest, *(tally.largest for tally in tallies), 0)
     for part in parts:
         part.rows.unlink()
         part.conversations.unlink()
-    return stats, chosen
+    assert (train := stats["train"])  # otherwise nothing is left
+    return {"train": train, "val": stats["val"], "test": stats["test"], "largest_token_id": largest}, chosen
 
 
 def _batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
@@ -241,31 +244,20 @@ def _write_split(
     return tallies
 
 
-def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, object]:
-    counts = sum((tally.counts for tally in tallies), Counter[str]())
-    conversations = sum(int(one.mask.sum()) for one in chosen)
-    names = (
-        "rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts",
-        "pictures", "picture_units", "picture_tokens",
-    )  # fmt: skip
+def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> SplitStats:
     lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return {
-        "conversations": conversations,
-        **{name: counts[name] for name in names},
+        "conversations": sum(int(one.mask.sum()) for one in chosen),
+        **row_counts(sum((tally.counts for tally in tallies), Counter[str]())),
         "dropped": {},
-        "lengths": dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True)),
+        "lengths": Lengths(p50=int(cuts[0]), p90=int(cuts[1]), p99=int(cuts[2]), max=int(cuts[3])),
         "histogram": histogram(lengths),
     }
 
 
-def histogram(lengths: np.ndarray) -> dict[str, int | list[int]]:
-    """How many rows have how many tokens, from the tokens of rows, [rows], at least one.
-
-    Returns:
-        `rows` counts bins of `width` tokens, from `start` tokens up to the 99th percentile; `longer` counts
-        the rest, so that one long row does not widen all bins.
-    """
+def histogram(lengths: np.ndarray) -> Histogram:
+    """How many rows have how many tokens, from the tokens of rows, [rows], at least one."""
     start, typical = int(lengths.min()), int(np.percentile(lengths, 99, method="higher"))
     width = (typical - start) // HISTOGRAM_BINS + 1
     end = (typical - start) // width + 1

@@ -10,6 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.chat import HIDDEN_REASONING, UNSTOPPED
 from sft_play.data.control_tokens import IN_TEXTS
 from sft_play.data.splits import Chosen, Part
+from sft_play.data.stats import Split, SplitsStats
 from sft_play.data.workers import WITH_NULLS, WITH_PLACEHOLDER, is_too_long
 from sft_play.errors import ConfigError
 from sft_play.rows.json_files import AS_NULL
@@ -18,7 +19,7 @@ from sft_play.units import counted
 
 FEW_ROWS = 32
 MAX_KEYS = 10  # that are not used and named, the most frequent ones
-HELD_OUT = {"val": "validation", "test": "test"}
+HELD_OUT: dict[Split, str] = {"val": "validation", "test": "test"}
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 # Of the notes that are counted: what has it, and what it means.
 MEANINGS = {
@@ -55,9 +56,9 @@ MEANINGS = {
 
 def data_warnings(
     config: RunConfig,
-    stats: Mapping[str, Any],
+    stats: SplitsStats,
     parts: Sequence[Part],
-    chosen: Mapping[str, Sequence[Chosen]],
+    chosen: Mapping[Split, Sequence[Chosen]],
 ) -> list[str]:
     """The warnings about the data paths, and about the statistics and the content of each split.
 
@@ -134,7 +135,7 @@ def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[s
     return [f"{share:.0%} of the training tokens are unknown to the tokenizer"]
 
 
-def _about_missing_splits(config: RunConfig, chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
+def _about_missing_splits(config: RunConfig, chosen: Mapping[Split, Sequence[Chosen]]) -> list[str]:
     """Paths of so few rows that none is held out although a share is asked for."""
     found = []
     for split, name in HELD_OUT.items():
@@ -154,7 +155,7 @@ def _about_missing_splits(config: RunConfig, chosen: Mapping[str, Sequence[Chose
     return found
 
 
-def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
+def _about_duplicates(stats: SplitsStats, chosen: Mapping[Split, Sequence[Chosen]]) -> list[str]:
     """Duplicates within the training data, and between it and held-out data."""
     found = []
     digests = {}

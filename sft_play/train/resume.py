@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SPLITS
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job

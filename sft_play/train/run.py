@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import TrainerState
 
 from sft_play.data.prepare import PreparedData
-from sft_play.data.splits import SPLITS
+from sft_play.data.stats import SPLITS
 from sft_play.engines.registry import engine_of
 from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
@@ -141,7 +141,7 @@ def data_counts(data: PreparedData) -> dict[str, object]:
     counts: dict[str, object] = {"fingerprint": data.fingerprint}
     for split in SPLITS:
         found, shown = data.stats[split], ("rows", "tokens", "supervised_tokens")
-        counts[split] = {key: found[key] for key in shown} if found else None
+        counts[split] = {key: value for key, value in found.items() if key in shown} if found else None
     return counts
 
 
