@@ -37,8 +37,7 @@ def test_compiled_layers_take_less_and_code_is_generated_once_for_all_sizes():
         spec = replace(STEP, batch=JoinedRows(tokens))
         with_code, without = bytes_of(traces, spec), bytes_of(traces, spec.uncompiled)
         assert with_code["backward"] < 0.97 * without["backward"]
-        held = 8 * tokens  # positions, by the compiler; else the same, since layers are recomputed
-        assert with_code["forward"] == without["forward"] + held
+        assert with_code["forward"] == without["forward"]  # layers are recomputed
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
