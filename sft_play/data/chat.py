@@ -18,6 +18,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sft_play.data.boundaries import answer_start
 from sft_play.data.control_tokens import MARKS, ControlTokens, control_tokens, without_marks
 from sft_play.data.limits import require_length, within_limits
 from sft_play.data.spans import Pieces, Span
@@ -191,7 +192,7 @@ def answer_text(chat: Chat, conversation: Conversation, turn: int) -> str | None
     try:
         own = render(chat.tokenizer, conversation, until)
         prompt = render(chat.tokenizer, conversation, until[:-1], prompt=True)
-        start = _start_of_answer(conversation, turn, own, prompt)
+        start = _start_of_answer(chat, conversation, turn, own, prompt)
     except DataError:
         return None
     end = _end_of_turn(chat, own)
@@ -203,7 +204,7 @@ def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) 
     found: list[tuple[str, list[Span], int]] = []
     for turn in reversed(turns):
         own, prompt = yield conversation, turn
-        start = _start_of_answer(conversation, turn, own, prompt)
+        start = _start_of_answer(chat, conversation, turn, own, prompt)
         end = _end_in(chat, own, found[-1][0]) if found else None
         if end is None:
             end = _end_of_turn(chat, own)
@@ -226,11 +227,12 @@ def _rendered(chat: Chat, text: str, spans: Sequence[Span], messages: int) -> Re
     )
 
 
-def _start_of_answer(conversation: Conversation, turn: int, text: str, prompt: str) -> int:
-    # Some templates end the prompt with a space that they do not write before an answer.
-    for start in (prompt, prompt.rstrip()):
-        if text.startswith(start):
-            return len(start)
+def _start_of_answer(chat: Chat, conversation: Conversation, turn: int, text: str, prompt: str) -> int:
+    # Some templates end the prompt with a space that they do not write before an answer; at inference it is
+    # left to the answer, unlike the line break of "<think>\n".
+    for start in (len(prompt), answer_start(chat.tokenizer, prompt, len(prompt))):
+        if text.startswith(prompt[:start]):
+            return start
     same = len(os.path.commonprefix([prompt, text]))
     raise DataError(
         f"{conversation.source}: messages[{turn}] cannot be trained on with this chat template: the "

@@ -239,6 +239,15 @@ def test_a_prompt_may_end_in_white_space_that_the_template_does_not_write(make_t
     assert learned_texts(tokenizer, row) == ["\nFive it is.<|im_end|>"]
 
 
+def test_a_line_break_that_inference_gives_but_no_row_has_is_an_error_naming_the_row(make_tokenizer):
+    answered = "m.role + '\\n' + ('<think></think>' if m.role == 'assistant' else '')"  # as Nemotron 3
+    template = CHATML.replace("m.role + '\\n'", answered).replace(
+        "assistant\\n' }}", "assistant\\n<think>\\n' }}"
+    )
+    with pytest.raises(DataError, match=r"f.jsonl:3: messages\[3\] cannot .* has '</think>Five it is"):
+        rows_of(make_tokenizer(template), TWO_TURNS)
+
+
 def test_of_a_far_too_long_text_no_less_is_tokenized_than_shows_that_it_is_too_long(make_tokenizer):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
