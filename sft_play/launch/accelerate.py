@@ -24,6 +24,7 @@ from sft_play.launch.ranks import (
     read_rank_exits,
     reports_folder,
     says_lost_peer,
+    write_problem,
 )
 from sft_play.launch.rendezvous import SHUTDOWN_VARIABLE
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
@@ -190,6 +191,7 @@ def run_launcher(
         hung=watch.hung,
         paused_s=watch.paused_s,
         kernel_killed=oom_kills() > kills,
+        unwritable=write_problem(run, len(ranks)) if status else None,
     )
     is_cause_here = watch.cause_reported or bool(watch.hung) or watch.stopped_by is not None or not started
     if link is None or is_cause_here:

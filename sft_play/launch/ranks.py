@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sft_play.errors import ConfigError, Interrupted, LaunchError, OutOfMemory, SftPlayError
+from sft_play.errors import ConfigError, Interrupted, LaunchError, OutOfMemory, SftPlayError, StorageError
 from sft_play.files import write_atomic
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact
 from sft_play.spelling import make, var
+from sft_play.units import KIB
 
 COMPANIONS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set together with WORLD_SIZE
 PLAN_VARIABLE = "SFT_PLAY_PLAN"  # file of the plan that our launcher made for its ranks
@@ -164,6 +165,20 @@ def read_rank_exits(run: RunDir, ranks: Iterable[int]) -> list[RankExit]:
     return sorted(exits, key=lambda report: report.time)
 
 
+def write_problem(run: RunDir, processes: int) -> str | None:
+    """Why none of so many ranks can report, and what to do; None if they can."""
+    test = reports_folder(run) / "test.json"
+    try:
+        write_atomic(test, " " * KIB)
+        test.unlink()
+    except OSError as error:
+        return (
+            f"cannot say why, as {run.path} cannot be written: {error.strerror}. Free space there, or make "
+            f"it writable, and go on with: {run.resume_command(processes)}"
+        )
+    return None
+
+
 def clear_reports(run: RunDir, ranks: Iterable[int]) -> None:
     """Removes what these ranks wrote in an earlier run: how they ended, their heartbeats and stacks."""
     for rank in ranks:
@@ -182,6 +197,7 @@ def outcome(
     hung: Mapping[int, str] | None = None,
     paused_s: float = 0.0,
     kernel_killed: bool = False,
+    unwritable: str | None = None,
 ) -> RankExit:
     """The outcome of a launched run, from the reports of its ranks and the launcher's exit status.
 
@@ -190,6 +206,7 @@ def outcome(
     `exits` has the earliest first, `ranks` are those of this machine, and `status` is the launcher's.
     `stopped_by` names the signal that stopped the run. `hung` has a message for each rank that made no
     progress when the others timed out; `paused_s` says that nothing ran for so long, which is why.
+    `unwritable` says why no rank can report.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
@@ -209,6 +226,8 @@ def outcome(
         return RankExit(rank=0, code=0)
     if stopped_by:
         return RankExit(silent[0] if silent else 0, STOPPED_BY_USER, f"stopped by {stopped_by}")
+    if silent and unwritable:
+        return RankExit(silent[0], StorageError.exit_code, f"{_names(silent)} ended, and {unwritable}")
     if status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
@@ -227,6 +246,10 @@ def _kernel_killed() -> str:
     )
 
 
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def _paused(seconds: float) -> str:
     return (
         f"the processes did not run for {seconds:.0f} s: a scheduler suspended them, or the machine slept. "
@@ -239,8 +262,7 @@ def _describe_silent(silent: Sequence[int], log_tail: str) -> str:
     """Names the rank that torchrun saw fail first, and its signal; all silent ranks if torchrun saw none."""
     found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", log_tail, re.DOTALL)
     if found is None or int(found[1]) not in silent:
-        names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        return f"{names} {DIED_SILENTLY}: {CAUSE_UNKNOWN}"
+        return f"{_names(silent)} {DIED_SILENTLY}: {CAUSE_UNKNOWN}"
     rank, code, how = int(found[1]), int(found[2]), CAUSE_UNKNOWN
     if code < 0:
         how = f"killed by {signal_name(-code)}"

@@ -10,6 +10,7 @@ from sft_play.errors import (
     LaunchError,
     OutOfMemory,
     SftPlayError,
+    StorageError,
 )
 from sft_play.launch.ranks import (
     RankEnvironment,
@@ -21,6 +22,7 @@ from sft_play.launch.ranks import (
     raise_unless_done,
     read_rank_exits,
     reports_folder,
+    write_problem,
 )
 from sft_play.runlog import RunDir
 
@@ -167,6 +169,19 @@ def test_a_silent_end_is_explained_as_far_as_it_is_known(status, tail, message):
     said = [RankExit(0, 1, "RuntimeError: Connection closed by peer", 1.0)]
     result = outcome(said, range(2), status, started=True, stopped_by=None, log_tail=tail)
     assert result.code == LaunchError.exit_code and message in result.message
+
+
+def test_ranks_that_cannot_report_on_a_full_disk_end_with_the_code_of_a_disk(run):
+    assert write_problem(run, 2) is not None  # there is no folder
+    reports_folder(run).mkdir()
+    assert write_problem(run, 2) is None and not list(reports_folder(run).iterdir())
+    reports_folder(run).rmdir()
+    reports_folder(run).write_text("")
+    problem = write_problem(run, 2)
+    result = outcome([], range(2), 1, started=True, stopped_by=None, log_tail=ROOT_CAUSE, unwritable=problem)
+    assert result.code == StorageError.exit_code
+    assert result.message.startswith("ranks 0, 1 ended, and cannot say why, as")
+    assert "Not a directory. Free space" in result.message and "NGPU=2" in result.message
 
 
 def test_of_several_silent_ranks_the_first_that_failed_is_named():
