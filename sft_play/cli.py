@@ -193,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
         shown = explained(error, args)
-        return _told(report_error(shown), str(shown) or type(shown).__name__, args.json)
+        name = "interrupted" if isinstance(shown, KeyboardInterrupt) else type(shown).__name__
+        return _told(report_error(shown), str(shown) or name, args.json)
 
 
 RANK = click.Command(
