@@ -14,6 +14,7 @@ PCIE4, PCIE5 = 16 * 2e9, 16 * 4e9  # bytes a second of 16 lanes
     ("name", "count", "slowest", "fastest", "either"),
     [
         ("H100 80GB", 8, 450e9, 450e9, ""),
+        ("B300", 8, 900e9, 900e9, ""),
         ("RTX 3090", 2, 0.18 * PCIE4 / 2, 56.25e9, "with an NVLink bridge, or through RAM over PCIe 4.0 x 8"),
         ("RTX 3090", 4, 0.18 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
         ("RTX 4090", 2, 0.18 * PCIE4 / 2, 0.55 * PCIE4, "through RAM over PCIe 4.0 x 16, or x 8"),
