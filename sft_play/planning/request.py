@@ -45,8 +45,14 @@ class Request:
 
     @property
     def on_machines(self) -> int:
-        """Number of machines: as many as are said, or this one, or of GPUs elsewhere, one for each eight."""
-        return self.machines or (-(-self.processes // LARGEST_MACHINE) if self.machine.what_if else 1)
+        """Number of machines: as many as are said, or this one.
+
+        Of GPUs elsewhere the fewest with up to eight each, and equally many, as a launch needs them.
+        """
+        if self.machines or not self.machine.what_if:
+            return self.machines or 1
+        fewest = -(-self.processes // LARGEST_MACHINE)
+        return next(n for n in range(fewest, self.processes + 1) if self.processes % n == 0)
 
     @property
     def budget(self) -> DeviceBudget | None:

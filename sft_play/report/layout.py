@@ -10,7 +10,6 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import engine_of
-from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.plan import Plan
 from sft_play.spelling import make
 from sft_play.ui.screen import LEAST_NAMES, Command, NamedValues, Words
@@ -91,12 +90,12 @@ def make_settings(config: str | Path, overrides: Sequence[str], **settings: obje
 
 
 def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
-    """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
+    """The `make` command that trains by a plan: by SLURM if it is for several machines."""
     sharing, engine = plan.sharing, engine_of(plan.sharing.engine)
     offload = None if sharing.offload == "none" else sharing.offload
-    machines, rest = divmod(sharing.world_size, LARGEST_MACHINE)
-    if plan.device != "cpu" and machines > 1 and not rest:
-        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.sharing.engine, OFFLOAD=offload)
+    if sharing.machines > 1:
+        each = sharing.world_size // sharing.machines
+        several = dict(NODES=sharing.machines, NGPU=each, ENGINE=sharing.engine, OFFLOAD=offload)
         return make_command("train-slurm", config, overrides, **several)
     processes = plan.sharing.world_size if engine.distributes else None
     return make_command(engine.target, config, overrides, NGPU=processes, OFFLOAD=offload)

@@ -276,8 +276,8 @@ def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_the
 def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
     rows = scaled_runs(run(effective_batch_size=16), CPU)
     assert rows[0]["speed_up"] == 1
-    # the calls of so small a model take as long for fewer rows
-    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.95 for row in rows[1:])
+    # the calls of so small a model take as long for fewer rows, and the busiest of eight has a few more
+    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.9 for row in rows[1:])
 
 
 @pytest.mark.thorough
@@ -475,3 +475,8 @@ def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tri
         assert again.memory.phases == before.memory.phases
         assert any("so this one is tried again" in reason for reason in again.why)
         assert any("memory ran out with" in reason for reason in smaller.why)
+
+
+@pytest.mark.parametrize(("gpus", "machines"), [(1, 1), (8, 1), (9, 3), (11, 11), (12, 2), (16, 2), (20, 4)])
+def test_gpus_elsewhere_are_on_machines_with_equally_many(gpus, machines):
+    assert request(run(), what_if("T4")).on_gpus(gpus).on_machines == machines

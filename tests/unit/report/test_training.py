@@ -8,17 +8,20 @@ from tests.unit.train.plans import PLAN
 
 
 @pytest.mark.parametrize(
-    "world_size, engine, device, command",
+    "world_size, machines, engine, device, command",
     [
-        (1, "none", "cuda", "make train"),
-        (8, "fsdp2", "cuda", "make train-fsdp NGPU=8"),
-        (16, "fsdp2", "cuda", "make train-slurm NODES=2 NGPU=8 ENGINE=fsdp2"),
-        (12, "ddp", "cuda", "make train-distributed NGPU=12"),
-        (16, "ddp", "cpu", "make train-distributed NGPU=16"),
+        (1, 1, "none", "cuda", "make train"),
+        (8, 1, "fsdp2", "cuda", "make train-fsdp NGPU=8"),
+        (16, 2, "fsdp2", "cuda", "make train-slurm NODES=2 NGPU=8 ENGINE=fsdp2"),
+        (12, 2, "ddp", "cuda", "make train-slurm NODES=2 NGPU=6 ENGINE=ddp"),
+        (16, 1, "ddp", "cuda", "make train-distributed NGPU=16"),
+        (16, 1, "ddp", "cpu", "make train-distributed NGPU=16"),
     ],
 )
-def test_gpus_stand_in_machines_of_eight_and_processes_of_a_cpu_in_one(world_size, engine, device, command):
-    plan = plan_with(PLAN, world_size=world_size, engine=engine, device=device)
+def test_a_run_is_started_on_the_machines_that_it_is_planned_for(
+    world_size, machines, engine, device, command
+):
+    plan = plan_with(PLAN, world_size=world_size, machines=machines, engine=engine, device=device)
     assert training_command(plan) == command
 
 
