@@ -40,7 +40,7 @@ from sft_play.planning.rows.described_rows import DescribedRows, described_facts
 from sft_play.planning.rows.facts import DataFacts, data_facts
 from sft_play.planning.speed.devices import ensure_profile
 from sft_play.reasons.evidence import assumed_rows, described_images, described_lengths
-from sft_play.report.layout import apart, make_command, stopped, training_command
+from sft_play.report.layout import apart, stopped, training_command
 from sft_play.report.plan import plan_answer, plan_lines, plan_others, plan_report
 from sft_play.results import Planned
 from sft_play.sizing.facts.architecture import Architecture, planning_architecture
@@ -268,5 +268,5 @@ def _again(asked: Asked, processes: int, change: Change) -> str:
     world, gpu = change.plan.sharing.world_size, asked.gpu
     if world != processes and gpu is None:
         gpu = detect().gpus[0].name
-    named = {"MODEL": asked.model, "GPU": gpu, "NGPU": world if asked.gpus or world != processes else None}
-    return make_command("plan", asked.config, as_overrides(change.settings, asked.overrides), **named)
+    overrides = as_overrides(change.settings, asked.overrides)
+    return asked.command_with(overrides, GPU=gpu, NGPU=world if asked.gpus or world != processes else None)

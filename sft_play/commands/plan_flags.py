@@ -1,6 +1,7 @@
 """What `sft-play plan` is asked."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sft_play.commands.command_line import Arguments
@@ -52,8 +53,12 @@ class Asked:
     @property
     def command(self) -> str:
         """What to type to ask the same."""
+        return self.command_with(self.overrides)
+
+    def command_with(self, overrides: Sequence[str], **changed: object) -> str:
+        """What to type to ask the same with these overrides, and settings of make that are `changed`."""
         named: dict[str, object] = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus}
         named |= {"CONTEXT": self.context, "ROWS": self.rows, "TOKENS": self.tokens}
         named |= {"LENGTHS": self.lengths, "IMAGES": self.images, "PIXELS": self.pixels}
         named |= {"GPU_HOUR": self.gpu_hour, "WHY": "1" if self.why else None}
-        return make_command("plan", self.config, self.overrides, **named)
+        return make_command("plan", self.config, overrides, **named | changed)

@@ -9,6 +9,7 @@ from typing import Any
 from sft_play.choices.optimizers import OPTIMIZERS
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.methods import lighter_modes
+from sft_play.engines.registry import chosen_engines
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Plan
 from sft_play.planning.allowed import leanest_memories
@@ -78,13 +79,17 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
         yield [{f"train.{way}": "auto"}]
     if train.batch_size != "auto":
         yield [{"train.batch_size": "auto"}]
+    if config.parallel.engine != "auto" and request.processes > 1:
+        yield [{"parallel.engine": engine.name} for engine in chosen_engines()]
     if config.parallel.offload == "none":
         yield [{"parallel.offload": "auto"}]
     if config.parallel.reshard_after_forward is False:
         yield [{"parallel.reshard_after_forward": "auto"}]
     yield _divisions(request)
-    if lighter_states := OPTIMIZERS[train.optimizer].lighter:
-        yield [{"train.optimizer": lighter_states}]
+    lighter_states = OPTIMIZERS[train.optimizer].lighter
+    # whose states may be larger, but not of each process: more engines divide them
+    larger = [name for name, other in OPTIMIZERS.items() if other.lighter == train.optimizer]
+    yield [{"train.optimizer": name} for name in (lighter_states, *larger) if name]
     device = request.device
     if config.tuning.mode == "full" and device.bf16 and choose_precision(config, device)[0] == "float32":
         yield [{"model.dtype": "bfloat16"}]

@@ -9,18 +9,21 @@ import pytest
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.cli import parse
-from sft_play.commands.plan import plan_command
+from sft_play.commands.plan import _again, plan_command
+from sft_play.commands.plan_flags import Asked
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import what_if
 from sft_play.planning.answers import other_machines
-from sft_play.planning.answers.advice import Change, advise, as_overrides, plan_or_advise
+from sft_play.planning.answers.advice import Change, _kinds, advise, as_overrides, plan_or_advise
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.spelling import BY_MAKE
 from sft_play.units import GIB, format_bytes
+from tests.plans import plan_with
+from tests.unit.train.plans import PLAN
 
 MODEL = Architecture.of(small_config("llama", WIDE))
 LENGTHS = np.random.default_rng(0).integers(500, 1025, 1000)
@@ -69,6 +72,13 @@ def test_rows_that_are_too_long_are_left_out_or_cut():
 
 
 @pytest.mark.thorough
+def test_a_run_that_names_an_engine_may_use_another_one():
+    asked = request(1.22, "full", gpus=4, gradient_checkpointing=True).changed({"parallel.engine": "ddp"})
+    first, *_ = advise(asked)
+    assert first.settings == {"parallel.engine": "deepspeed_z2"} and first.plan.memory.fits
+
+
+@pytest.mark.thorough
 def test_a_hopeless_run_says_so(monkeypatch):
     with pytest.raises(DoesNotFitError, match="largest parts: .*\nno single setting makes it fit"):
         plan_or_advise(request(0.26, "qlora", engine_only(monkeypatch)), lambda change: "")
@@ -105,6 +115,20 @@ def test_what_is_printed_can_be_typed_and_has_the_memory_that_is_said(by_make, m
         assert program == "sft-play"
         tree = plan_command(parse(typed)).tree
         assert said.strip().startswith(f"{format_bytes(tree['memory']['process_bytes'])} a process")
+
+
+def test_states_may_be_lighter_or_of_an_optimizer_that_can_divide_them():
+    ways = [list(_kinds(request(1.0, optimizer=name))) for name in ("adamw", "adamw_8bit")]
+    assert [{"train.optimizer": "adamw_8bit"}] in ways[0] and [{"train.optimizer": "adamw"}] in ways[1]
+
+
+def test_what_is_asked_of_rows_is_asked_again(monkeypatch):
+    monkeypatch.delenv(BY_MAKE, raising=False)
+    words = ["plan", "--model", "m", "--gpu", "T4", "--rows", "300", "--tokens", "200", "--gpu-hour", "0.4"]
+    asked = Asked.of(parse([*words, "tuning.mode=full"]))
+    change = Change({"tuning.mode": "lora"}, plan_with(PLAN, world_size=2), None)
+    typed = _again(asked, 1, change)
+    assert shlex.split(typed)[1:] == [*words[:5], "--gpus", "2", *words[5:], "tuning.mode=lora"]
 
 
 @pytest.mark.parametrize("enough", [*range(1, 9), 100])
