@@ -264,9 +264,9 @@ def _command(asked: Asked, resolved: ResolvedConfig, config: RunConfig, chosen: 
 
 
 def _again(asked: Asked, processes: int, change: Change) -> str:
-    """What to type to plan the same with a change, which may be more GPUs than these."""
+    """What to type to plan the same with a change, which may be fewer of these GPUs, or more than these."""
     world, gpu = change.plan.sharing.world_size, asked.gpu
-    if world != processes and gpu is None:
+    if world > processes and gpu is None:
         gpu = detect().gpus[0].name
     overrides = as_overrides(change.settings, asked.overrides)
     return asked.command_with(overrides, GPU=gpu, NGPU=world if asked.gpus or world != processes else None)

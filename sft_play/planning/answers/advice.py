@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Any
 
 from sft_play.choices.optimizers import OPTIMIZERS
@@ -11,6 +11,7 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.methods import lighter_modes
 from sft_play.engines.registry import chosen_engines
 from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.machine.gpus import with_freest
 from sft_play.plan import Plan
 from sft_play.planning.allowed import leanest_memories
 from sft_play.planning.answers.other_machines import fewest_gpus
@@ -57,7 +58,8 @@ def plan_or_advise(request: Request, typed: Callable[[Change], str]) -> Plan:
 
 def advise(request: Request) -> list[Change]:
     """Changes with which the run fits as it is planned then, the one that costs least first; [] if none."""
-    return [*islice(_fitting(request, _kinds(request)), MOST), *_more_gpus(request)]
+    gpus = [*_fewer_gpus(request)] or [*_more_gpus(request)]
+    return [*islice(_fitting(request, _kinds(request)), MOST), *gpus]
 
 
 def _divisions(request: Request) -> list[Settings]:
@@ -117,6 +119,20 @@ def _fits(request: Request, settings: Settings) -> bool:
         return any(memory.fits for memory in leanest_memories(request.changed(settings)))
     except (ConfigError, DoesNotFitError):
         return False
+
+
+def _fewer_gpus(request: Request) -> Iterator[Change]:
+    """The most of these GPUs that are enough without the fullest ones, or one, which has no communicator."""
+    if request.on_machines > 1:
+        return
+    counts = range(min(request.processes, len(request.machine.gpus)), 0, -1)
+    left = [replace(request, machine=with_freest(request.machine, n), processes=n) for n in counts]
+    for more, fewer in pairwise(left):
+        freer = (fewer.device.free_bytes or 0) > (more.device.free_bytes or 0)
+        if (freer or fewer.processes == 1) and _fits(fewer, {}):
+            with suppress(ConfigError, DoesNotFitError):
+                yield Change.of(fewer, {})
+                return
 
 
 def _more_gpus(request: Request) -> Iterator[Change]:

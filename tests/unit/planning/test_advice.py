@@ -79,6 +79,19 @@ def test_a_run_that_names_an_engine_may_use_another_one():
 
 
 @pytest.mark.thorough
+def test_a_gpu_that_is_full_may_be_left_out(monkeypatch):
+    monkeypatch.delenv(BY_MAKE, raising=False)
+    asked = request(2.0, gpus=3)
+    free = zip(asked.machine.gpus, (14, 0.3, 14), strict=True)
+    gpus = tuple(replace(gpu, free_bytes=int(gib * GIB)) for gpu, gib in free)
+    asked = replace(asked, machine=replace(asked.machine, gpus=gpus, what_if=False))
+    *_, change = advise(asked)
+    assert change.settings == {} and change.plan.sharing.world_size == 2
+    typed = _again(Asked.of(parse(["plan", "--config", "c.yaml"])), 3, change)
+    assert typed == "sft-play plan --gpus 2 --config c.yaml"
+
+
+@pytest.mark.thorough
 def test_a_hopeless_run_says_so(monkeypatch):
     with pytest.raises(DoesNotFitError, match="largest parts: .*\nno single setting makes it fit"):
         plan_or_advise(request(0.26, "qlora", engine_only(monkeypatch)), lambda change: "")
