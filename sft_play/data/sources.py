@@ -229,14 +229,18 @@ def _require_readable(file: Path, key: str) -> None:
 
 
 def fingerprint(source: Source) -> tuple[str, int | None]:
-    """A digest of file names (without folders) and bytes, and an estimate of the rows if it is cheap."""
+    """A digest of files, by name and bytes, and an estimate of the rows if it is cheap.
+
+    Where a file is in the folder of the path counts: pictures of its rows are found from there.
+    """
     digest = hashlib.sha256()
     if source.hub is not None:
         digest.update(f"{source.path} {source.hub.version}".encode())
         return digest.hexdigest(), source.hub.count
     rows: int | None = 0
     for file in source.files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        name = file.relative_to(source.folder or file.parent)
+        digest.update(f"{name} {file.stat().st_size}\n".encode())
         newlines = 0
         with file.open("rb") as opened:
             while block := opened.read(BLOCK_BYTES):

@@ -186,6 +186,17 @@ def test_paths_are_relative_to_the_file_of_the_row_and_files_of_a_folder_share_i
     assert prepared(None, path=rows, image_folder=folder).stats["train"]["pictures"] == 1
 
 
+def test_rows_that_moved_to_another_folder_have_the_pictures_there(prepared, tmp_path):
+    for place, height in (("one", 50), ("two", 70)):
+        save(tmp_path / "all" / place / "a.png", height, 90)
+    rows = tmp_path / "all" / "one" / "rows.jsonl"
+    rows.write_text(json.dumps(asked("a.png")) + "\n")
+    prepared(None, path=tmp_path / "all")
+    rows.rename(tmp_path / "all" / "two" / "rows.jsonl")
+    (picture,) = pictures_of(prepared(None, path=tmp_path / "all").train[0]["pictures"])
+    assert (picture.path, picture.height) == (str(tmp_path / "all" / "two" / "a.png"), 70)
+
+
 def test_a_link_does_not_lead_out_of_the_folder(prepared, tmp_path):
     secret = save(tmp_path.parent / f"{tmp_path.name}-secret.png", 50, 90)
     (tmp_path / "a.png").symlink_to(secret)
