@@ -78,9 +78,12 @@ def _rows(key: str, value: int, row_tokens: int | None) -> int:
     if row_tokens is None:
         return value
     if value % row_tokens:
+        allowed = f"nearest: {nearest_multiples(value, row_tokens)}"
+        if value < row_tokens:  # meant as sequences, as without packing
+            allowed += f"; for {counted(value, 'sequence')}: {value * row_tokens}"
         raise ConfigError(
             f"train.{key}={value}: with train.packing, batch sizes count tokens and must be a multiple of "
-            f"{row_tokens} (one sequence); nearest: {nearest_multiples(value, row_tokens)}"
+            f"{row_tokens} (one sequence); {allowed}"
         )
     return value // row_tokens
 
@@ -113,11 +116,11 @@ def batch_choices(train: TrainConfig, world_size: int, row_tokens: int | None) -
             )
         return [BatchSplit(grown, accumulation, world_size)]
     if effective < world_size:
-        what = "packed sequences" if row_tokens else "sequences"
+        rows = counted(effective, "packed sequence" if row_tokens else "sequence")
         raise ConfigError(
-            f"train.effective_batch_size={effective * unit} is {effective} {what}, fewer than the "
-            f"{world_size} processes; set it to {world_size * unit} or more, or use at most {effective} "
-            "processes"
+            f"train.effective_batch_size={effective * unit} is {rows}, fewer than the {world_size} "
+            f"processes; set it to {world_size * unit} or more, or use at most "
+            f"{counted(effective, 'process')}"
         )
     if micro or accumulation:
         return [_split_by_hand(train, effective, world_size, unit, micro, accumulation)]

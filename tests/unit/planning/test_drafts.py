@@ -72,6 +72,8 @@ def test_one_number_given_by_hand_makes_the_other_follow(given, micro, accumulat
             {"packing": True, "effective_batch_size": 200},
             r"a multiple of 128 \(one sequence\); nearest: 128 or 256",
         ),
+        (1, {"packing": True, "effective_batch_size": 16}, "nearest: 128; for 16 sequences: 2048"),
+        (2, {"packing": True, "effective_batch_size": 128}, "is 1 packed sequence, fewer .* 1 process$"),
     ],
 )
 def test_contradicting_batch_sizes_are_refused_with_the_nearest_valid_ones(world_size, train, message):
