@@ -14,6 +14,7 @@ from datasets import Dataset
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
+from sft_play.data.stats import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.machine.allocator import VARIABLES, set_allocator
 from sft_play.machine.gpus import Machine, what_if
@@ -105,8 +106,9 @@ def facts(
     )
     train = [{"length": n, "labels": [-100] * (n - learned) + [1] * learned} for n, learned in rows]
     validation = Dataset.from_list([{"length": n, "labels": [1] * n} for n in val]) if val else None
+    stats = dict.fromkeys(SPLITS)
     data = PreparedData(
-        Dataset.from_list(train), validation, None, max_seq_len=64, stats={}, cache_path=tmp_path
+        Dataset.from_list(train), validation, None, max_seq_len=64, stats=stats, cache_path=tmp_path
     )
     return DataFacts.of(data, config)
 
