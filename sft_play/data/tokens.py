@@ -57,10 +57,6 @@ def encode(
     """
     with limited_renderings():
         rendered = render_rows(chat, conversations)
-    if notes is not None:
-        hidden = (hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
-        notes[HIDDEN_REASONING] += sum(hidden)
-        notes[UNSTOPPED] += sum(any(row.unstopped for row in rows) for rows in rendered)
     for row, rows in zip(conversations, rendered, strict=True):
         rows[:] = [_with_texts_of_pictures(chat, row, each) for each in rows]
     tokens, encoded = iter(_tokenize(chat, list(chain.from_iterable(rendered)))), []
@@ -70,6 +66,10 @@ def encode(
         if row.text is not None:
             encoded[index] = [tokenize_text(chat, row)]
             encoded[index][0].labels[:1] = IGNORED
+    if notes is not None:  # all are valid, so none is counted again by itself
+        hidden = (hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
+        notes[HIDDEN_REASONING] += sum(hidden)
+        notes[UNSTOPPED] += sum(any(row.unstopped for row in rows) for rows in rendered)
     return encoded
 
 

@@ -288,6 +288,15 @@ def test_wrong_pictures_are_left_out_where_bad_rows_are(prepared, tmp_path):
     assert "pictures" not in data.train.column_names
 
 
+def test_what_is_noted_of_rows_is_counted_once_beside_one_that_is_not_valid(prepared, tmp_path):
+    save(tmp_path / "a.png", 50, 90)
+    thought = {**ANSWER, "reasoning_content": "A cat."}
+    good = {"messages": [asked("a.png")["messages"][0], thought]}
+    bad = asked("a.png", text="<image> <image>")
+    warnings = prepared([good, bad], kind="smolvlm", bad_rows="drop").stats["warnings"]
+    assert any("1 conversation with reasoning that" in warning for warning in warnings)
+
+
 def test_models_of_text_alone_refuse_the_row_and_say_which_models_read_images(prepared):
     said = problem(
         prepared, asked(data_url(CONTENT)), recipe="'toy' (llama) learns from text alone; models that ..."
