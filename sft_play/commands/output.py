@@ -1,10 +1,11 @@
 """Files and folders that a command writes: whole or not at all, and never over something else."""
 
 import contextlib
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sft_play.errors import ConfigError, SftPlayError, StorageError
+from sft_play.errors import ConfigError, RunInUseError, SftPlayError, StorageError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.host import existing_folder, free_bytes
 from sft_play.manifest import replacing
@@ -48,10 +49,33 @@ def require_space(output: Path, needed: int, what: str) -> None:
 
 
 @contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keeps other processes from writing `output`: they would write into the same unfinished folder."""
+    lock = output.with_name(f".{output.name}.sft-play-lock")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInUseError(
+                f"another process is writing {output}; wait for it, or set {var(OUT='<another folder>')}"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def replacing_output(output: Path) -> Iterator[Path]:
-    """Yields a folder that replaces `output`, with a manifest, when complete; StorageError if that fails."""
+    """Yields a folder that replaces `output`, with a manifest, when complete.
+
+    Raises:
+        StorageError: it cannot be written.
+        RunInUseError: another process is writing it.
+    """
     try:
-        with replacing(output, {"versions": installed_versions()}) as folder:
+        with _alone(output), replacing(output, {"versions": installed_versions()}) as folder:
             yield folder
     except SftPlayError:
         raise

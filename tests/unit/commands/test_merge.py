@@ -16,8 +16,9 @@ from sft_play.commands.chat import chat
 from sft_play.commands.evaluate import evaluate_run
 from sft_play.commands.infer import infer_batch
 from sft_play.commands.merge import TOLERANCES, compare_logits, failures, merge, merge_test
+from sft_play.commands.output import replacing_output
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, RunInUseError, StorageError
 from sft_play.manifest import files_in, find_damage, hash_files, write_manifest
 from sft_play.report.tables import LogitDifference
 from sft_play.runlog import RunDir
@@ -69,6 +70,17 @@ def test_a_base_that_comes_with_sft_play_is_called_as_a_person_calls_it(finished
     result = merge(finished.config.changed({"model.name": str(kept)}), finished.run)
     written = json.loads((finished.run.merged / "merge.json").read_text())
     assert result["base"] == written["base"] == "builtin:tiny"
+
+
+def test_two_commands_do_not_write_into_one_folder(tmp_path):
+    output = tmp_path / "merged"
+    with replacing_output(output) as folder:
+        (folder / "weights").write_text("")
+        refused = pytest.raises(RunInUseError, match="another process is writing .*merged; wait for it")
+        with refused, replacing_output(output):
+            pass
+        assert (folder / "weights").is_file()
+    assert list(tmp_path.iterdir()) == [output] and (output / "weights").is_file()
 
 
 def test_an_adapter_that_was_trained_with_other_tokens_is_refused(finished):
