@@ -123,10 +123,10 @@ def _what_is_saved(run: RunDir, *, begun: bool, trained: bool) -> str:
         use = [make(target, RUN=shlex.quote(run.typed)) for target in ("eval", "infer")]
         return f" after training; the weights are saved, and `{use[0]}` and `{use[1]}` use them"
     saved = by_step(run)
+    again = run.resume_command(read_json(run.plan).get("plan", {}).get("world_size", 1))
     if not saved:
-        return f" before the first checkpoint, so `{make('train')}` starts again"
-    processes = read_json(run.plan).get("plan", {}).get("world_size", 1)
-    return f" at once; {saved[-1].name} is the last one saved. Continue with: {run.resume_command(processes)}"
+        return f" before the first checkpoint. Start again with: {again}"
+    return f" at once; {saved[-1].name} is the last one saved. Continue with: {again}"
 
 
 def _report(run: RunDir) -> None:

@@ -74,6 +74,14 @@ def test_ctrl_c_that_says_nothing_is_named_and_so_are_the_commands_of_this_run(t
         raise KeyboardInterrupt
 
 
+def test_ctrl_c_before_the_first_checkpoint_names_the_command_that_starts_this_run_again(tmp_path):
+    run = RunDir(tmp_path / "one")
+    said = f"^stopped before the first checkpoint. Start again with: make resume RUN={run.typed}$"
+    with pytest.raises(KeyboardInterrupt, match=said), end_reported(run, make_settings("one"), here=True):
+        begin(run.path)
+        raise KeyboardInterrupt("stopped")
+
+
 def test_an_earlier_run_that_was_trained_does_not_make_this_one_so(tmp_path):
     run = RunDir(tmp_path / "one")
     trained(run)
