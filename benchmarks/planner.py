@@ -45,6 +45,7 @@ from sft_play.config.schema import (
     TuningConfig,
 )
 from sft_play.data.prepare import PreparedData
+from sft_play.data.stats import SPLITS
 from sft_play.job import Job
 from sft_play.launch.environment import WAITING
 from sft_play.launch.ranks import RankEnvironment
@@ -180,7 +181,12 @@ class Work:
         rows = make_rows(load, GEOMETRIES[load.model]["vocabulary"])
         self.config = run_config(load, rows, folder)
         self.data = PreparedData(
-            train=rows, val=None, test=None, max_seq_len=LENGTHS[load.lengths][2], stats={}, cache_path=folder
+            train=rows,
+            val=None,
+            test=None,
+            max_seq_len=LENGTHS[load.lengths][2],
+            stats=dict.fromkeys(SPLITS),
+            cache_path=folder,
         )
         self.machine = detect()
         self.tokenizer = byte_level_tokenizer([], 300, self.data.max_seq_len)

@@ -55,6 +55,7 @@ from sft_play.config.schema import (
     TuningConfig,
 )
 from sft_play.data.prepare import PreparedData
+from sft_play.data.stats import SPLITS
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.architecture.shape import flop_sizes, flops_per_token
@@ -186,7 +187,12 @@ def our_plan(course: Course, config: RunConfig, data: PreparedData) -> Plan:
 def prepared(course: Course, rows: Dataset, folder: Path) -> PreparedData:
     """The rows in the form that the trainer takes."""
     return PreparedData(
-        train=rows, val=None, test=None, max_seq_len=course.max_seq_len, stats={}, cache_path=folder
+        train=rows,
+        val=None,
+        test=None,
+        max_seq_len=course.max_seq_len,
+        stats=dict.fromkeys(SPLITS),
+        cache_path=folder,
     )
 
 
