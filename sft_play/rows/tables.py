@@ -75,11 +75,15 @@ def _begins_with_numbers(header: Sequence[str], where: str) -> bool:
     Raises:
         DataError: another column has no name, or two have the same.
     """
-    if len(set(header)) < len(header):
-        raise DataError(f"{where}: duplicate column name in {', '.join(header)}")
+    _require_distinct(header, where)
     if "" in header[1:]:
         raise DataError(f"{where}: column {header.index('') + 1} has no name; name it, or remove it")
     return len(header) > 1 and not header[0]
+
+
+def _require_distinct(names: Sequence[str], where: str) -> None:
+    if len(set(names)) < len(names):
+        raise DataError(f"{where}: duplicate column name in {', '.join(names)}")
 
 
 def _require_number(cell: str, where: str) -> None:
@@ -147,6 +151,7 @@ def _numbered(file: Path, batches: Iterable[Any], notes: Counter[str]) -> Iterat
     number = 0
     try:
         for batch in batches:
+            _require_distinct(batch.schema.names, str(file))
             texts = {field.name: field.type for field in batch.schema if JSON_TEXT in str(field.type)}
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for data in batch.slice(start, BATCH_ROWS).to_pylist():

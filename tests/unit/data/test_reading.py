@@ -109,6 +109,18 @@ def test_columns_have_the_values_that_rows_of_json_have(tmp_path):
     assert notes == {"NaN values, read as null": 1, "-Infinity values, read as null": 1}
 
 
+def test_columns_of_the_same_name_are_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_arrays(
+        [pa.array(["q"]), pa.array(["a"]), pa.array(["b"])], ["question", "answer", "answer"]
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet: duplicate column name in question, answer, answer"):
+        list(read_rows(open_source(str(tmp_path / "rows.parquet"), "train")))
+
+
 def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
     notes = Counter()
     source = open_source(str(write_rows('\n{"text": "a", "score": NaN}\n')), "train")
