@@ -134,7 +134,14 @@ def test_a_test_whose_end_failed_has_failed(tmp_path):
     assert gpu_tests.outcomes(lines) == {"a": "failed", "b": "passed", "c": "skipped"}
 
 
+@pytest.fixture
+def by_no_worker(monkeypatch):
+    """What a worker of pytest-xdist starts would take itself for one, and log nothing."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_no_worker")
 def test_tests_that_have_a_result_are_not_run_again(tmp_path):
     words = ["--device", "cpu", "--quick", "--results", str(tmp_path)]
     assert gpu_tests.main(words) == 0
@@ -147,6 +154,7 @@ def test_tests_that_have_a_result_are_not_run_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("by_no_worker")
 def test_a_rehearsal_measures_everything_with_tiny_models(now, capsys):
     """Eight minutes on two idle cores: each figure starts a Python of its own."""
     patient = replace(now, deadline=now.deadline + 3600)
