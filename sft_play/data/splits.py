@@ -78,7 +78,10 @@ def assign(
             count = min(max(round(len(own) * fraction), least), max(len(own) - start - 1, 0))
             home[own[start : start + count]] = split
             start += count
-    return {name: [home[part] == split for part in parts] for split, name in enumerate(names)}
+    masks = {}
+    for split, name in enumerate(names):
+        masks[name] = [home[part] == split for part in parts]
+    return masks
 
 
 def first_of_each(digests: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -247,8 +250,9 @@ def _write_split(
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> SplitStats:
     lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
+    conversations = sum(int(one.mask.sum()) for one in chosen)
     return {
-        "conversations": sum(int(one.mask.sum()) for one in chosen),
+        "conversations": conversations,
         **row_counts(sum((tally.counts for tally in tallies), Counter[str]())),
         "dropped": {},
         "lengths": Lengths(p50=int(cuts[0]), p90=int(cuts[1]), p99=int(cuts[2]), max=int(cuts[3])),
