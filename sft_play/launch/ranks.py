@@ -169,6 +169,7 @@ def write_problem(run: RunDir, processes: int) -> str | None:
     """Why none of so many ranks can report, and what to do; None if they can."""
     test = reports_folder(run) / "test.json"
     try:
+        test.parent.mkdir(parents=True, exist_ok=True)  # a rank makes it when it has something to report
         write_atomic(test, " " * KIB)
         test.unlink()
     except OSError as error:
