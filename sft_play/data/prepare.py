@@ -363,7 +363,7 @@ def _load(config: RunConfig, folder: Path, found: Inventory, recipe: Recipe | st
     stats: DataStats = {**kept, "inputs": found.inputs, "remarks": found.remarks}
     dropped = bad_rows.dropped_lines(folder, stats)
     stats["warnings"] = [*remark_lines(found.remarks, expected=False), *dropped, *kept["warnings"]]
-    longest = max(found["lengths"]["max"] for found in splits_of(stats).values())
+    longest = max(split["lengths"]["max"] for split in splits_of(stats).values())
     asked = config.model.max_seq_len
     files = {split: folder / f"{split}.arrow" for split in SPLITS}
     rows = {name: datasets.Dataset.from_file(str(file)) for name, file in files.items() if file.exists()}

@@ -187,7 +187,8 @@ def write_splits(
     for part in parts:
         part.rows.unlink()
         part.conversations.unlink()
-    assert (train := stats["train"])  # otherwise nothing is left
+    train = stats["train"]
+    assert train  # a path without a supervised token was refused
     return {"train": train, "val": stats["val"], "test": stats["test"], "largest_token_id": largest}, chosen
 
 

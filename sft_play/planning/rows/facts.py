@@ -261,8 +261,8 @@ class DataFacts:
             )
             for index in latest
         )
-        most: dict[str, Any] = dict(held=int(held.max()), held_units=int(held_units.max()))
-        return RunBatches(tuple(found), **most, busiest=busiest)
+        most, most_units = int(held.max()), int(held_units.max())
+        return RunBatches(tuple(found), held=most, held_units=most_units, busiest=busiest)
 
     def _supervised_of_rank(self, schedule: Schedule, ranks: int) -> np.ndarray:
         """Supervised tokens of each micro-batch, of the rank that has most of them, [micro-batches]."""
