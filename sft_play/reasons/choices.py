@@ -15,9 +15,19 @@ def effective_batch(plan: Plan) -> str:
     words = "tokens" if plan.rows.packing else "sequences"
     ranks = ranks_text(plan.sharing.world_size, plan.sharing.sequence_ranks)
     return (
-        f"effective batch {plan.batch.effective:,} {words} = micro-batch "
-        f"{plan.batch.micro:,} x accumulation {plan.batch.accumulation} x {ranks}"
+        f"effective batch {plan.batch.effective:,} {words} = micro-batch {micro_batch_of(plan)} "
+        f"x accumulation {plan.batch.accumulation} x {ranks}"
     )
+
+
+def micro_batch_of(plan: Plan) -> str:
+    """The first factor of that equation."""
+    return mean_micro_batch(plan.batch.effective, plan.batch.accumulation * plan.sharing.data_ranks)
+
+
+def mean_micro_batch(effective: int, micro_batches: int) -> str:
+    """The average size of the micro-batches of a step, which the plan rounds up to whole rows."""
+    return f"{effective / micro_batches:,.2f}".removesuffix(".00")
 
 
 def ranks_text(processes: int, sequence_ranks: int) -> str:

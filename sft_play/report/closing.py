@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from sft_play.reasons.choices import group_of, ranks_text
+from sft_play.reasons.choices import group_of, mean_micro_batch, ranks_text
 from sft_play.report.layout import apart, ending
 from sft_play.report.table import on_screen
 from sft_play.report.tables import (
@@ -58,8 +58,10 @@ def closing_screen(
 
 def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was trained, how fast, in how much memory and to which loss, by name."""
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
+    keys = ("gradient_accumulation_steps", "effective_batch_size")
+    accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
+    of_step = (summary.get(keys[0]) or 0) * (summary.get("world_size") or 0) // group_of(summary)
+    micro = formatted(summary.get(keys[1]), lambda whole: mean_micro_batch(whole, of_step))
     unit = "tokens" if summary.get("packing") else "sequences"
     processes = formatted(summary.get("world_size"), lambda count: ranks_text(count, group_of(summary)))
     steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))

@@ -19,7 +19,7 @@ from sft_play.model.architecture.shape import base_of
 from sft_play.model.attention.sequence_parallel import KEY, Part, divide
 from sft_play.model.layers.loss_head import autocast_of
 from sft_play.plan import Plan
-from sft_play.reasons.choices import ranks_text
+from sft_play.reasons.choices import micro_batch_of, ranks_text
 from sft_play.spelling import make
 from sft_play.train.ranks import from_all
 from sft_play.ui.console import console
@@ -121,7 +121,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         f"Mixed precision: {accelerator.mixed_precision}",
         *([f"Ignored: {ignored}, since config and plan decide"] if ignored else []),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
-        f"Effective batch: {plan.batch.effective:,} {words} = {plan.batch.micro:,} x "
+        f"Effective batch: {plan.batch.effective:,} {words} = {micro_batch_of(plan)} x "
         f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",
     ]
     console().print("\n".join(f"  {line}" for line in lines), style="dim")

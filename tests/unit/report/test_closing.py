@@ -66,6 +66,12 @@ def test_a_gpu_has_reserved_bytes_and_the_process_beside_what_was_predicted():
     assert not any(line.startswith("reserved") for line in lines_of(SUMMARY))
 
 
+def test_the_batch_adds_up_where_micro_batches_differ():
+    batch = {"effective_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    lines = lines_of(SUMMARY | batch | {"world_size": 3})
+    assert "plan micro-batch 1.33 x accumulation 1 x 3 processes = 4 sequences" in lines
+
+
 def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command():
     scores = {when: SUMMARY["eval"][when] | ANSWERED[when] for when in ("before", "after")}
     places = {"adapter": "runs/demo/adapter"}

@@ -209,6 +209,15 @@ def test_a_reason_is_one_sentence(reason, expected):
     assert str(reason) == expected
 
 
+def test_the_equation_of_the_batch_holds_where_micro_batches_differ():
+    plan = plan_with(
+        PLAN, effective_batch_size=4, micro_batch_size=2, gradient_accumulation_steps=1, world_size=3
+    )
+    assert choices.effective_batch(plan) == (
+        "effective batch 4 sequences = micro-batch 1.33 x accumulation 1 x 3 processes"
+    )
+
+
 def test_the_batch_is_an_equation_and_says_how_rows_lie():
     plan = plan_with(PLAN, padding_free=False, micro_batch_tokens=1234)
     equation = choices.effective_batch(plan)
