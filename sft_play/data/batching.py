@@ -17,15 +17,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+
+Tokens = TypeVar("Tokens", int, np.ndarray)
 
 FILLER = -1  # stands for a row without supervised tokens, which has no weight in the loss of its step
 
 PAD_TO_MULTIPLE_OF = 8  # tokens: rows are padded to the next multiple of this
+HALVINGS = 8  # of the interval in which the cost of the fullest bin of padded rows is sought
 
 
-def padded_length(tokens: int) -> int:
+def padded_length(tokens: Tokens) -> Tokens:
     """The length to which the padding collator pads rows if the longest one has `tokens` tokens."""
     return -(-tokens // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
 
@@ -111,33 +115,91 @@ def row_costs(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
     return lengths * (1 + lengths / (12 * hidden_size))
 
 
-def deal(costs: np.ndarray, bins: int) -> np.ndarray:
-    """Deals the rows of each step to bins of about equal cost: the costliest row first, to the emptiest bin.
+def deal(costs: np.ndarray, tokens: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
+    """Deals the rows of each step to micro-batches, `accumulation` turns of all ranks.
 
-    This is Graham's longest-processing-time rule (1969): the fullest bin exceeds the best possible one by at
-    most a third. All steps are dealt at once: `costs`, [steps, rows], are 0 for fillers, and the result is
-    the bin of each row, [steps, rows], FILLER for fillers. Bin 0 is filled first.
+    The costliest row first, each goes to the rank that has least, so that the one with most exceeds the best
+    possible by at most a third (Graham's longest-processing-time rule, 1969). There it goes to a micro-batch
+    that has no more tokens with it than another rank's of the same turn, since ranks may wait for each other
+    in each of them, or else to the emptiest. All steps are dealt at once.
+
+    Args:
+        costs: of the rows, [steps, rows]; 0 for fillers, as their tokens.
+        tokens: of the rows, [steps, rows].
+        accumulation: micro-batches of a rank.
+        ranks: their number.
+
+    Returns:
+        The micro-batch of each row, [steps, rows], as turn x ranks + rank; FILLER for fillers.
     """
-    steps = np.arange(len(costs))
-    order = np.argsort(-costs, axis=1, kind="stable")
-    loads = np.zeros((len(costs), bins))
-    dealt = np.full(costs.shape, FILLER)
-    for column in order.T:
-        real = costs[steps, column] > 0
-        emptiest = loads.argmin(axis=1)
-        loads[steps, emptiest] += costs[steps, column]
-        dealt[steps[real], column[real]] = emptiest[real]
-    return dealt
+    steps, order = np.arange(len(costs)), np.argsort(-costs, axis=1, kind="stable")
+    totals, largest = np.zeros((len(costs), ranks)), np.zeros((len(costs), accumulation), int)
+    loads = np.zeros((len(costs) * ranks, accumulation))
+    held = np.zeros(loads.shape, int)  # tokens
+    numbers = np.empty(order.shape[::-1], int)
+    falling = (np.take_along_axis(values, order, axis=1).T for values in (costs, tokens))
+    for place, (cost, more) in enumerate(zip(*falling, strict=True)):
+        rank = totals.argmin(axis=1)
+        own = steps * ranks + rank
+        room = largest - held[own]
+        turn = room.argmax(axis=1)
+        turn = np.where(room[steps, turn] >= more, turn, loads[own].argmin(axis=1))
+        totals[steps, rank] += cost
+        loads[own, turn] += cost
+        held[own, turn] += more
+        largest[steps, turn] = np.maximum(largest[steps, turn], held[own, turn])
+        numbers[place] = np.where(cost > 0, turn * ranks + rank, FILLER)
+    dealt = np.empty(order.shape, int)
+    np.put_along_axis(dealt, order, numbers.T, axis=1)
+    return dealt if ranks == 1 else _aligned(dealt, held.reshape(-1, ranks, accumulation))
 
 
-def deal_alike(costs: np.ndarray, bins: int) -> np.ndarray:
-    """As `deal`, to bins of equally many rows of similar cost, which need little padding: [steps, rows]."""
+def _aligned(dealt: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """The same with the turns of each rank in falling order of the tokens `held`, [steps, ranks, turns]."""
+    places = np.argsort(np.argsort(-held, axis=2, kind="stable"), axis=2)
+    ranks = held.shape[1]
+    numbers = (places * ranks + np.arange(ranks)[:, None]).swapaxes(1, 2).reshape(len(held), -1)
+    return np.where(dealt == FILLER, FILLER, np.take_along_axis(numbers, dealt, axis=1))
+
+
+def deal_padded(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
+    """As `deal`, if each row of a micro-batch costs as much as its costliest: alike ones share one.
+
+    The fullest one of a step is nearly as small as rows in falling order of cost allow. Every second turn
+    goes through the ranks the other way round, so that the first of them does not have the fullest of each.
+    """
+    bins = accumulation * ranks
     order = np.argsort(-costs, axis=1, kind="stable")
-    per_bin = -(-costs.shape[1] // bins)
-    dealt = np.full(costs.shape, FILLER)
-    place = np.broadcast_to(np.arange(costs.shape[1]) // per_bin, costs.shape)
-    np.put_along_axis(dealt, order, place, axis=1)
+    falling = np.take_along_axis(costs, order, axis=1)
+    least, enough = falling.sum(axis=1) / bins, -(-costs.shape[1] // bins) * falling[:, 0]
+    for _ in range(HALVINGS):
+        limit = (least + enough) / 2
+        fits = np.where(falling > 0, _filled(falling, limit, bins), 0).max(axis=1) < bins
+        least, enough = np.where(fits, least, limit), np.where(fits, limit, enough)
+    places = np.arange(bins).reshape(accumulation, ranks)
+    places[1::2] = places[1::2, ::-1]
+    filled = np.where(falling > 0, _filled(falling, enough, bins), 0)
+    dealt = np.empty(costs.shape, int)
+    np.put_along_axis(dealt, order, places.ravel()[filled], axis=1)
     return np.where(costs > 0, dealt, FILLER)
+
+
+def _filled(falling: np.ndarray, limit: np.ndarray, bins: int) -> np.ndarray:
+    """Bins of rows in falling order of cost, [steps, rows]: as many in each as its `limit`, [steps], allows.
+
+    No bin is left empty while another one has several rows. A small limit takes more than `bins`.
+    """
+    steps, width = falling.shape
+    left = (falling > 0).sum(axis=1)
+    current, held, costliest = np.zeros(steps, int), np.zeros(steps, int), falling[:, 0]
+    found = np.empty(falling.shape, int)
+    for row in range(width):
+        full = (held + 1) * costliest > limit
+        opens = (held > 0) & (full | (left - row < bins - current))
+        current = current + opens
+        held, costliest = np.where(opens, 1, held + 1), np.where(opens, falling[:, row], costliest)
+        found[:, row] = current
+    return found
 
 
 @dataclass(frozen=True)
@@ -185,15 +247,15 @@ class Schedule:
         longest = np.zeros(len(counts), dtype=np.int64)
         held = counts > 0
         longest[held] = np.maximum.reduceat(lengths[rows], starts[held])
-        padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
-        return (counts * padded).reshape(-1, self.bins_per_step)
+        return (counts * padded_length(longest)).reshape(-1, self.bins_per_step)
 
 
 def make_schedule(
     lengths: Sequence[int] | np.ndarray,
     *,
     rows_per_step: int,
-    bins_per_step: int,
+    accumulation: int,
+    data_ranks: int,
     total_steps: int,
     seed: int,
     hidden_size: int,
@@ -202,16 +264,22 @@ def make_schedule(
 ) -> Schedule:
     """Draws the rows of each step, from the tokens of all rows, [rows], and deals them to micro-batches.
 
-    A step has `bins_per_step` of these: accumulation x world size. With `padding_free`, the rows of one are
-    joined; otherwise they are padded to the longest. Without `shares`, an epoch has each row once.
+    A step has `accumulation` of these for each of the data ranks: processes, or groups of them that divide
+    one. With `padding_free`, the rows of one are joined; otherwise they are padded to the longest. Without
+    `shares`, an epoch has each row once.
 
     Raises:
         ValueError: there are no rows.
     """
     lengths = np.asarray(lengths)
     rows = draw_steps(shares or [Share(len(lengths))], rows_per_step, total_steps, seed)
-    costs = np.where(rows == FILLER, 0, row_costs(lengths, hidden_size)[rows])
-    return Schedule(rows, (deal if padding_free else deal_alike)(costs, bins_per_step), bins_per_step)
+    costs = row_costs(lengths if padding_free else padded_length(lengths), hidden_size)
+    costs, tokens = (np.where(rows == FILLER, 0, values[rows]) for values in (costs, lengths))
+    if padding_free:
+        dealt = deal(costs, tokens, accumulation, data_ranks)
+    else:
+        dealt = deal_padded(costs, accumulation, data_ranks)
+    return Schedule(rows, dealt, accumulation * data_ranks)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

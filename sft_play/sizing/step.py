@@ -386,7 +386,8 @@ def _supervised_share(plan: Plan) -> float:
 def _largest(plan: Plan) -> Batch:
     if plan.rows.joined:
         return JoinedRows(part_of(plan.rows.most_tokens, plan.sharing.sequence_ranks))
-    return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.rows.max_seq_len))
+    width = padded_length(plan.rows.max_seq_len)
+    return PaddedRows(max(1, -(-plan.rows.most_tokens // width)), width)
 
 
 def _share(micro: MicroBatch) -> float:

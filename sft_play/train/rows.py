@@ -86,7 +86,8 @@ def training_rows(
     schedule = make_schedule(
         lengths,
         rows_per_step=plan.rows_per_step,
-        bins_per_step=plan.batch.accumulation * plan.sharing.data_ranks,
+        accumulation=plan.batch.accumulation,
+        data_ranks=plan.sharing.data_ranks,
         total_steps=plan.schedule.total_steps,
         seed=seed,
         hidden_size=hidden_size,

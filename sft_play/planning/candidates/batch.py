@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft_play.config.train import TrainConfig
-from sft_play.data.batching import pack
+from sft_play.data.batching import pack, padded_length
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.units import counted
@@ -207,10 +207,13 @@ def evaluation_batches(lengths: np.ndarray, plan: Plan, rows_per_batch: int | No
     """Row indices of each evaluation batch: all rows once, in batches as large as the plan's micro-batches.
 
     `lengths` are the tokens of the rows, [rows]. Without `rows_per_batch` (eval.batch_size), batches are
-    filled up to the plan's token budget, or when padded to its rows per micro-batch.
+    filled up to the plan's token budget.
     """
     if rows_per_batch is None and plan.rows.joined:
         return pack(lengths.tolist(), max(plan.rows.most_tokens, int(lengths.max())))
-    size = rows_per_batch or plan.rows_per_micro_batch
-    order = np.argsort(-lengths, kind="stable").tolist()
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    order, batches, first = np.argsort(-lengths, kind="stable").tolist(), [], 0
+    while first < len(order):
+        size = rows_per_batch or max(1, plan.rows.most_tokens // padded_length(int(lengths[order[first]])))
+        batches.append(order[first : first + size])
+        first += size
+    return batches

@@ -224,7 +224,8 @@ class DataFacts:
             schedule = make_schedule(
                 self.lengths,
                 rows_per_step=split.effective,
-                bins_per_step=split.bins,
+                accumulation=split.accumulation,
+                data_ranks=split.data_ranks,
                 total_steps=total_steps,
                 seed=self.seed,
                 hidden_size=hidden_size,
@@ -249,8 +250,8 @@ class DataFacts:
         supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
         held_units = split.held(units)
         columns = [tokens, supervised, later | (split.accumulation == 1), carried, held_units - units, units]
-        if padding_free:
-            columns.append(schedule.sums(self._squares))
+        # of as many tokens, longer rows take more, and if padded, more rows may
+        columns += [schedule.sums(self._squares)] if rows is None else [rows, tokens // np.maximum(rows, 1)]
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
         latest = len(table) - 1 - front(table[::-1])  # of equals, that in which states exist most likely

@@ -51,19 +51,20 @@ def heaviest(batches: Sequence[MicroBatch], *, by_length: bool = False) -> list[
 def _heaviest(batches: Sequence[MicroBatch], by_length: bool) -> list[MicroBatch]:
     if not batches:
         return []
+    padded = not isinstance(batches[0].batch, JoinedRows)
     sizes = [
         (
             each.tokens,
             each.supervised,
             *([each.squares] * by_length),
+            *(each.batch.shape if padded else ()),
             each.units,
             each.held_units,
             each.carried,
         )
         for each in batches
     ]
-    few = by_length or not isinstance(batches[0].batch, JoinedRows)
-    if few and not any(each.units for each in batches):
+    if (by_length or padded) and not any(each.units for each in batches):
         columns = range(len(sizes[0]))
         most = [max(sizes, key=itemgetter(at, *columns)) for at in columns[:-1]]
         return [batches[sizes.index(size)] for size in dict.fromkeys(most)]

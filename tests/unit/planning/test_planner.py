@@ -132,8 +132,11 @@ def test_evaluation_batches_are_as_large_as_the_token_budget(tmp_path):
     assert evaluated(found, plan) == [JoinedRows(38), JoinedRows(25)]
     # a long row has a batch of its own
     assert evaluated(found, plan_with(plan, micro_batch_tokens=20)) == [JoinedRows(n) for n in (30, 25, 8)]
-    padded = plan_with(plan, padding_free=False, gradient_accumulation_steps=1)
+    padded = plan_with(plan, padding_free=False, micro_batch_tokens=64)
     assert evaluated(found, padded) == [PaddedRows(2, 32), PaddedRows(1, 8)]
+    assert evaluated(found, plan_with(padded, micro_batch_tokens=20)) == [
+        PaddedRows(1, width) for width in (32, 32, 8)
+    ]
     assert evaluated(facts([(10, 8)], tmp_path), plan) == []
 
 

@@ -71,7 +71,8 @@ def test_each_micro_batch_of_a_run_is_looked_at(packing):
     schedule = make_schedule(
         facts.lengths,
         rows_per_step=3,
-        bins_per_step=4,
+        accumulation=2,
+        data_ranks=2,
         total_steps=9,
         seed=0,
         hidden_size=8,
