@@ -1,15 +1,18 @@
 """The plan explorer: choices in, the page of a plan out, or one that says that it is being made."""
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from werkzeug.exceptions import BadRequest, Forbidden
 
 from sft_play.config.methods import METHODS
+from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import known_gpus
-from sft_play.model.architecture.published import published_models
+from sft_play.model.architecture.published import hub_name, published_models
 from sft_play.report.html import Page, render
+from sft_play.report.layout import make_command
 from sft_play.report.plan_page import TEMPLATE, Field, gpus_page, plan_page, question_page
 from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting
 from sft_play.units import counted, format_duration
@@ -26,6 +29,8 @@ NUMBERS = {
 NUMBER = re.compile(r"\d{1,9}(\.\d{1,4})?")
 FEWEST = "the fewest that fit"
 EACH_GPU = "each common GPU"
+NO_MODEL = 'Model: "{}" is not in the list, or is part of several names there. Any model of the Hub: {}'
+NO_NUMBER = '{}: "{}" is not a number; write it like 5000 or 0.4.'
 NO_METHOD = "Each method is planned for each common GPU alone; choose one of them for this GPU."
 
 
@@ -33,16 +38,17 @@ def explore(chosen: Mapping[str, str], planner: Planner, *, may_start: bool) -> 
     """The page for what was chosen in the form, as HTML.
 
     Raises:
-        BadRequest: a choice is not one of the form's.
+        BadRequest: it is nothing that the form can ask; what a person typed wrong is said on the page.
         Forbidden: it would start work, which it may not.
     """
     choices = _choices()
-    values = dict(chosen)
+    models = [name for name, _ in choices["model"]]
+    values = {name: value.strip() for name, value in chosen.items()}
     if "model" in values:
-        values["model"] = _meant(values["model"], [name for name, _ in choices["model"]])
-    unknown = [name for name in chosen if not _is_choice(name, values[name], choices)]
-    if unknown:
-        raise BadRequest(f"the plan explorer has no choice {unknown[0]}={chosen[unknown[0]]}")
+        values["model"] = _meant(values["model"], models)
+    for name in values:
+        if name not in {"model", *NUMBERS} and values[name] not in dict(choices.get(name, [])):
+            raise BadRequest(f"the plan explorer has no choice {name}={chosen[name]}")
     values = {**FIRST, **dict.fromkeys(NUMBERS, ""), **values}
     titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
     fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]
@@ -50,8 +56,8 @@ def explore(chosen: Mapping[str, str], planner: Planner, *, may_start: bool) -> 
     shown = partial(render, template=TEMPLATE, here="/plan", fields=fields, problem="", seconds=0)
     if not chosen:
         return shown(question_page())
-    if values["gpu"] and not values["method"]:
-        return shown(question_page(), problem=NO_METHOD)
+    if problem := _refused(values, models):
+        return shown(question_page(), problem=problem)
     question = Question(
         model=values["model"],
         gpu=values["gpu"] or None,
@@ -72,18 +78,25 @@ def explore(chosen: Mapping[str, str], planner: Planner, *, may_start: bool) -> 
     return shown(_answered(found, question))
 
 
-def _meant(typed: str, models: Iterable[str]) -> str:
-    """The model of this name or last part, or the only one with it in its name; as typed if there is none."""
-    low, names = typed.lower(), {name.lower(): name for name in models}
-    ends = [name for name in names if name.rpartition("/")[2] == low]
-    found = [low] if low in names else ends or [name for name in names if low in name]
-    return names[found[0]] if len(found) == 1 else typed
+def _meant(typed: str, models: Sequence[str]) -> str:
+    """The model of this name for `make plan`, or the only one that has it in its name; otherwise as typed."""
+    names, low = {name.lower(): name for name in models}, typed.lower()
+    parts = [name for key, name in names.items() if low in key]
+    with contextlib.suppress(ConfigError):
+        low = hub_name(typed).lower()
+    return names.get(low) or (parts[0] if len(parts) == 1 else typed)
 
 
-def _is_choice(name: str, value: str, choices: Mapping[str, list[tuple[str, str]]]) -> bool:
-    if name in NUMBERS:
-        return not value or bool(NUMBER.fullmatch(value))
-    return value in dict(choices.get(name, []))
+def _refused(values: Mapping[str, str], models: Sequence[str]) -> str:
+    """What a person typed or combined wrong; "" if nothing."""
+    elsewhere = make_command("plan", MODEL="org/name")
+    said = [] if values["model"] in models else [NO_MODEL.format(values["model"], elsewhere)]
+    for name, title in NUMBERS.items():
+        if values[name] and not NUMBER.fullmatch(values[name]):
+            said.append(NO_NUMBER.format(title, values[name]))
+    if values["gpu"] and not values["method"]:
+        said.append(NO_METHOD)
+    return "\n".join(said)
 
 
 def _answered(found: Answer, question: Question) -> Page:

@@ -7,6 +7,7 @@ import psutil
 import pytest
 from werkzeug.test import Client
 
+from sft_play.model.architecture.published import hub_name
 from sft_play.spelling import BY_MAKE
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting
@@ -143,22 +144,34 @@ def test_a_page_says_that_a_plan_is_being_made_and_asks_again(planners, tmp_path
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        "model=../x",
-        "gpu=abacus",
-        "gpus=3",
-        "gpus=-1",
-        "method=magic",
-        "other=1",
-        "rows=-1",
-        "rows=--help",
-        "price=x",
-        "context=1e5",
-    ],
+    ["gpu=abacus", "gpus=3", "gpus=-1", "method=magic", "other=1"],
 )
 def test_only_choices_of_the_form_are_taken(planners, tmp_path, wrong):
     code, text = page(planners(SLEEP), tmp_path, f"?{FORM}&{wrong}" if "other" in wrong else f"?{wrong}")
     assert code == 400 and "The plan explorer has no choice" in text and children() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "model=../x",
+        "model=.",
+        "model=",
+        "model=qwen",
+        "rows=-1",
+        "rows=--help",
+        "rows=1,000",
+        "price=x",
+        "context=1e5",
+    ],
+)
+def test_what_was_typed_wrong_stays_in_the_form_and_is_said_there(planners, tmp_path, wrong):
+    field, _, value = wrong.partition("=")
+    code, text = page(planners(SLEEP), tmp_path, f"?{wrong}&gpu=NVIDIA+L4")
+    assert code == 200 and f'name="{field}"' in text and f'value="{value}"' in text and children() == []
+    said = {"model": "is not in the list", "rows": "Rows: ", "price": "Price of a GPU hour: "}
+    assert said.get(field, "Tokens of the longest row: ") in text.partition('class="warning')[2]
+    assert '<option value="NVIDIA L4" selected>' in text
 
 
 def test_a_part_of_a_name_is_enough_if_one_model_has_it(planners, tmp_path):
@@ -167,7 +180,12 @@ def test_a_part_of_a_name_is_enough_if_one_model_has_it(planners, tmp_path):
     answer_of(planner, question)
     form = "gpu=NVIDIA+L4&gpus=1&method=lora&rows=50&tokens=9&price=0.5&context="
     assert "--gpu-hour&#39;, &#39;0.5" in page(planner, tmp_path, f"?model=qwen3-8b&{form}")[1]
-    assert page(planner, tmp_path, f"?model=qwen&{form}")[0] == 400
+    assert "--gpu-hour&#39;, &#39;0.5" in page(planner, tmp_path, f"?model=+QWEN3-8b+&{form}")[1]
+
+
+def test_a_name_means_what_it_means_to_make_plan(planners, tmp_path):
+    text = page(planners(SLEEP), tmp_path, "?model=qwen3-vl-8b")[1]
+    assert f'value="{hub_name("qwen3-vl-8b")}"' in text and "Planning" in text
 
 
 def test_a_single_gpu_takes_a_single_method(planners, tmp_path):
