@@ -97,12 +97,12 @@ def training_time(summary: Mapping[str, Any]) -> str:
 
 
 def weights_step(summary: Mapping[str, Any]) -> str | None:
-    """The step whose weights a run has published: "step 80, the best of 144"; None if it has none."""
+    """The step of the published weights: "step 80 of 144, the best on held-out rows"; None without any."""
     step, steps = summary.get("weights_step"), summary.get("optimizer_steps")
     if not step or not steps:
         return None
-    why = f"the best of {steps:,}" if summary.get("best_checkpoint") else "the last"
-    return f"step {step:,}, {why}"
+    best = summary.get("best_checkpoint")
+    return f"step {step:,} of {steps:,}, the best on held-out rows" if best else f"step {step:,}, the last"
 
 
 def saved_type(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

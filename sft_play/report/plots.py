@@ -155,18 +155,17 @@ def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: i
         axes.bar(starts, rows, width=0.92 * width, align="edge", color=colour_of(0))
         if longer:
             axes.bar([end + width], [longer], width=0.92 * width, align="edge", color=colour_of(1))
-            label = f"{longer:,} longer"
-            axes.annotate(label, (end + 1.5 * width, longer), (0, 3), textcoords="offset points", ha="right")
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=NICE, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE, integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
         axes.grid(False, axis="x")
         axes.set_xlabel("tokens of a row")
         axes.set_ylabel("rows")
+        last = Hint(f"{end:,} tokens or more: {counted(longer, 'row')}", (end + width, end + 2 * width))
         return [
             Hint(f"{_bin(first, width)}: {counted(count, 'row')}", (first, first + width))
             for first, count in zip(starts, rows, strict=True)
-        ]
+        ] + [last] * bool(longer)
 
     return _svg(title, draw, height=2.6)
 

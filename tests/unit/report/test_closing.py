@@ -92,7 +92,11 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
 @pytest.mark.parametrize(
     ("step", "checkpoint", "line"),
     [
-        (800, "runs/demo/checkpoints/checkpoint-800", "weights of step 800, the best of 1,200"),
+        (
+            800,
+            "runs/demo/checkpoints/checkpoint-800",
+            "weights of step 800 of 1,200, the best on held-out rows",
+        ),
         (1200, None, "weights of step 1,200, the last"),
         (None, None, None),  # a run of an earlier version
     ],

@@ -60,7 +60,7 @@ def test_a_finished_run_fills_every_section(page):
         ("scaling", ["1 (this run) 4 2 8 10 1.0e-03 1.0e-03 1.0e-03 one process 1.00 0% 1.00x 2 4 1 8 10 1.0e-03 1.0e-03 1.0e-03 DDP"]),
         ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
         ("data", ["train val rows 100 100 tokens 5,000 5,000 supervised 50.0% 50.0%", "dropped 2 2 median 40 40", "2 rows dropped: empty", "few rows", "abc123"]),
-        ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
+        ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows, the longest 1 as the last bar"]),
         ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "10 answers on test"]),
         ("answers", ["before training (empty)", "prompt 3 + 4? reference 7 answer seven"]),
         ("environment", ["GPU 0 NVIDIA H100, 80.00 GiB", "driver 570.1 (CUDA 12.8)", "torch 2.13.0"]),
@@ -98,7 +98,7 @@ def test_a_report_says_of_which_step_the_weights_are(tmp_path):
     run = finished(tmp_path / "one")
     saved = {"weights_step": 8, "optimizer_steps": 12, "best_checkpoint": "checkpoint-8"}
     run.write_json(run.summary, {**read_json(run.summary), **saved})
-    assert ("weights of", "step 8, the best of 12") in facts(read_run(run.path))
+    assert ("weights of", "step 8 of 12, the best on held-out rows") in facts(read_run(run.path))
 
 
 def test_folders_of_the_machine_are_left_out(page):
