@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
-COLLECTING = re.compile(r"^(?:Collecting|Obtaining|Requirement already satisfied:) (\S+?)(?:[=<>!~ ].*)?$")
+COLLECTING = re.compile(
+    r"^(?:Collecting|Obtaining|Processing|Requirement already satisfied:) (\S+?)(?:[=<>!~ ].*)?$"
+)
 DOWNLOADING = re.compile(r"Downloading (\S+?)-\d\S* \((.+)\)")
 BUILDING = re.compile(r"(?:Building wheel|Building editable) for (\S+)")
 INSTALLING = "Installing collected packages:"

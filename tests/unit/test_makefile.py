@@ -679,7 +679,7 @@ def test_what_pip_does_is_said_while_it_takes_long(line, text):
 @pytest.mark.parametrize(
     ("lines", "code", "text"),
     [
-        (["Collecting one==1", "Collecting two", "done"], 0, "2 packages, 0 s"),
+        (["Collecting one==1", "Processing /wheels/two-2.whl", "done"], 0, "2 packages, 0 s"),
         (["Obtaining file:///here", "Building wheels"], 0, "1 package, 0 s"),
         (["Collecting one", "ERROR: no"], 1, ""),
     ],
