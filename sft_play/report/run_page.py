@@ -274,9 +274,8 @@ def _data(run: RunRecord) -> Iterator[Block]:
     if lengths := (splits.get("train") or {}).get("histogram"):
         plot = histogram("Histogram: rows of the train split by tokens", **lengths)
         longer = f", the longest {lengths['longer']:,} as the last bar" if lengths["longer"] else ""
-        rows = counted(splits["train"]["rows"], "row")
-        caption = f"Bins of {counted(lengths['width'], 'token')}; {rows}{longer}"
-        yield Figures([Figure("Length of the training rows", plot, caption)])
+        caption = f"Bins of {counted(lengths['width'], 'token')}; {counted(splits['train']['rows'], 'row')}"
+        yield Figures([Figure("Length of the training rows", plot, caption + longer)])
     measured = ("rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
     rows = list(zip(measured, *map(_counts, splits.values()), strict=True))
     yield Table(("", *splits), rows, "Tokenized rows; lengths in tokens")
