@@ -15,11 +15,13 @@ from sft_play.planning.candidates.compiled import compiled_reasons
 from sft_play.planning.request import Request
 from sft_play.planning.speed.clock import work_of_request
 from sft_play.planning.speed.devices import collectives_of, device_name, only_while_busy, profile_of
-from sft_play.reasons import evidence, method
+from sft_play.reasons import choices, evidence, method
 from sft_play.sizing.estimate.corrections import Record, reasons_of
 from sft_play.sizing.facts import step_facts
 from sft_play.sizing.facts.architecture import Architecture
 from sft_play.sizing.step import StepSpec
+
+LONG_WAIT = 0.1  # of a step
 
 
 def step_reasons(request: Request, plan: Plan, record: Record, estimate: Estimator | None) -> list[str]:
@@ -124,6 +126,14 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
         yield method.decomposed(lora.init)
     if config.train.neftune_noise_alpha is not None:
         yield method.noise(config.train.neftune_noise_alpha)
+
+
+def waiting_reasons(request: Request, plan: Plan) -> list[str]:
+    """That processes wait for the one with the most tokens, if that takes long."""
+    if plan.sharing.data_ranks == 1 or not plan.rows.joined:
+        return []
+    waited = 1 - 1 / request.facts.busiest_share(plan, request.architecture.facts.hidden_size)
+    return [choices.waiting(waited, packing=plan.rows.packing)] if waited >= LONG_WAIT else []
 
 
 def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1) -> list[str]:

@@ -17,7 +17,7 @@ from sft_play.planning.budget import memory_reasons
 from sft_play.planning.candidates.drafts import draft_reasons
 from sft_play.planning.candidates.sequence import group_sizes
 from sft_play.planning.candidates.weights_alone import not_too_large
-from sft_play.planning.explain import also_trained, profile_reasons, step_reasons
+from sft_play.planning.explain import also_trained, profile_reasons, step_reasons, waiting_reasons
 from sft_play.planning.request import Request
 from sft_play.planning.search.choice import TIE, choose_plan
 from sft_play.planning.speed.clock import plan_clock, with_range
@@ -110,6 +110,7 @@ def _with_these_groups(request: Request, accept: Accept, *, explain: bool) -> Pl
                 config, drafts, memory_of, time_of, least_of, explain=explain, layers=layers
             )
             plan = with_range(request, speed_of(config, plan).labelled(plan, seconds(config, plan)))
+            more += waiting_reasons(request, plan)
             more += profile_reasons(machine, processes, plan.step_seconds_origin, plan.sharing.replicas)
             found = step_reasons(request, plan, record_of(config, plan), predict if explain else None)
         except UntraceableModel as error:

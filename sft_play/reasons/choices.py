@@ -140,6 +140,13 @@ def tiles(number: int, tokens: int, cause: Literal["config", "exceed"]) -> str:
     )
 
 
+def waiting(share: float, *, packing: bool) -> str:
+    """How much of a step an average process waits for the one with the most tokens."""
+    remedies = "a larger train.effective_batch_size" + ("" if packing else ", or train.packing=true,")
+    wait = f"an average process waits {share:.0%} of a step for the one with the most tokens"
+    return f"{wait}; {remedies} would even them out"
+
+
 def engine(
     *,
     engine: str,

@@ -62,8 +62,8 @@ class BatchSplit:
     def busiest(self, tokens: np.ndarray, own: int) -> tuple[float, float]:
         """How many times an average process's tokens the one has that the others wait for.
 
-        They do at the end of a step, or of each micro-batch. `tokens`, [steps, bins], may have padding, which
-        the `own` ones of all processes have not.
+        They do at the end of a step or, if optimizer states are divided, of each micro-batch. `tokens`,
+        [steps, bins], may have padding, which the `own` ones of all processes have not.
         """
         held = tokens.reshape(len(tokens), self.accumulation, self.data_ranks)
         waited = int(held.sum(axis=1).max(axis=1).sum()), int(held.max(axis=2).sum())

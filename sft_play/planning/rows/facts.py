@@ -22,6 +22,7 @@ from sft_play.data.batching import (
 from sft_play.data.length import require_supported
 from sft_play.data.sources import fingerprint, open_inputs
 from sft_play.data.template import template_text
+from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.weights.files import model_key
 from sft_play.plan import Plan
@@ -194,13 +195,13 @@ class DataFacts:
         tokens = self.tokens_per_process(plan) * plan.sharing.world_size
         return tokens / plan.step_seconds if plan.step_seconds else None
 
-    def busiest_share(self, plan: Plan, hidden_size: int, *, each: bool) -> float:
-        """As `BatchSplit.busiest`, where the others wait at the end of a step, or of `each` micro-batch."""
+    def busiest_share(self, plan: Plan, hidden_size: int) -> float:
+        """As `BatchSplit.busiest`, of a plan."""
         if not self.seen:  # all rows are equally long
-            groups = plan.sharing.data_ranks
-            return -(-plan.rows_per_step // groups) * groups / plan.rows_per_step
+            return -(-plan.rows_per_step // (ranks := plan.sharing.data_ranks)) * ranks / plan.rows_per_step
         about = plan.schedule.total_steps, hidden_size, plan.rows.joined
-        return self._heaviest(BatchSplit.of(plan), *about).busiest[each]
+        busiest = self._heaviest(BatchSplit.of(plan), *about).busiest
+        return busiest[engine_of(plan.sharing.engine).shards_state]
 
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool

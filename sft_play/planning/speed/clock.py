@@ -111,7 +111,7 @@ def plan_clock(
         unknown = link and collectives is None and sends and processes > 1
         if profile is None or unknown:
             return None
-        share = facts.busiest_share(plan, hidden_size, each=engine.shards_state)
+        share = facts.busiest_share(plan, hidden_size)
         batch = mean_micro_batch(facts, plan, share)
         if not exchanged:
             plan = replace(plan, sharing=replace(plan.sharing, defers_exchange=False))

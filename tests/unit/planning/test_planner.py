@@ -24,6 +24,7 @@ from sft_play.planning.allowed import allowed_plans
 from sft_play.planning.answers.other_machines import scaling
 from sft_play.planning.budget import memory_device, memory_of_a_process, training_device
 from sft_play.planning.candidates.batch import BatchSplit
+from sft_play.planning.explain import waiting_reasons
 from sft_play.planning.planner import fastest_plan
 from sft_play.planning.request import Request
 from sft_play.planning.rows.facts import DataFacts
@@ -275,6 +276,19 @@ def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_the
         what_if("H100"),
     )
     assert all(row["learning_rate"] == pytest.approx(row["learning_rates"]["linear"]) for row in scaled)
+
+
+def test_a_plan_says_that_processes_wait_for_the_one_with_the_most_tokens():
+    def said(rows: int, ranks: int) -> list[str]:
+        split = dict(effective_batch_size=rows, micro_batch_size=rows // ranks, world_size=ranks)
+        plan = plan_with(PLAN, engine="ddp", gradient_accumulation_steps=1, total_steps=100, **split)
+        return waiting_reasons(request(run(), CPU), plan)
+
+    longest = FACTS.largest_micro_batch(BatchSplit(8, 1, 8), 100, MODEL.facts.hidden_size, True)[0]
+    [sentence] = said(8, ranks=8)
+    waited = int(re.search(r"waits (\d+)% of a step", sentence)[1])
+    assert 100 * (1 - 50 / 60) < waited <= 100 * (1 - 50 / longest)  # rows of 50 tokens, and at most 64
+    assert said(64, ranks=8) == said(1, ranks=1) == []
 
 
 @pytest.mark.thorough

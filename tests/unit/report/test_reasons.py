@@ -69,6 +69,16 @@ SENTENCES = [
         "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: one tile of intermediates is held at a time, "
         "and recomputed in the backward pass",
     ),
+    (
+        choices.waiting(0.234, packing=False),
+        "an average process waits 23% of a step for the one with the most tokens; a larger "
+        "train.effective_batch_size, or train.packing=true, would even them out",
+    ),
+    (
+        choices.waiting(0.1, packing=True),
+        "an average process waits 10% of a step for the one with the most tokens; a larger "
+        "train.effective_batch_size would even them out",
+    ),
     (choices.engine(**DDP), "DDP over 2 processes"),
     (
         choices.engine(**DDP, other="ZeRO-2", more_bytes=-GIB),
