@@ -1,6 +1,6 @@
 """How the pictures of all rows are given to a model, as numbers: what a plan knows of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -41,16 +41,22 @@ class RowFits:
         return (self.look.token_bytes, self.look.unit_bytes) if self.exist else (text, 0)
 
     def filled(
-        self, tokens: np.ndarray, units: np.ndarray, rows: np.ndarray | None
+        self,
+        tokens: np.ndarray,
+        units: np.ndarray,
+        rows: np.ndarray | None,
+        padded: Callable[[int], int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and units of micro-batches, [steps, bins], with the picture that some get.
 
-        `rows` are those of each, if they are padded.
+        `rows` are those of each, if they are `padded`.
         """
         if (one := self.smallest) is None:
             return tokens, units
-        more = one.tokens if rows is None else tokens // np.maximum(1, rows)
-        return tokens + more * (units == 0), np.where(units == 0, one.units, units)
+        grown = tokens + one.tokens
+        if rows is not None:
+            grown = (rows + 1) * np.maximum(tokens // rows, padded(one.tokens))
+        return np.where(units == 0, grown, tokens), np.where(units == 0, one.units, units)
 
     def require_none(self, otherwise: str) -> None:
         """Raises ConfigError, with this sentence, if there is any picture: nothing cuts within one."""

@@ -242,9 +242,10 @@ class DataFacts:
         own = schedule.sums(self.lengths)
         tokens = own if padding_free else schedule.padded_tokens(self.lengths)
         busiest = split.busiest(tokens, int(own.sum()))
+        tokens = np.maximum(tokens, 1 if padding_free else padded_length(1))  # of a filler, where no row is
         units = schedule.sums(self.pictures.units(len(self.lengths)))
-        rows = None if padding_free else schedule.sums(np.ones_like(self.lengths))
-        tokens, units = self.pictures.filled(tokens, units, rows)
+        rows = None if padding_free else np.maximum(1, schedule.sums(np.ones_like(self.lengths)))
+        tokens, units = self.pictures.filled(tokens, units, rows, padded_length)
         later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
         held = split.held(tokens)
         carried = OWN_TOKEN * tokens + held - tokens
@@ -293,11 +294,11 @@ class DataFacts:
         tokens, supervised, later, carried, held_units, *_ = sizes.tolist()
         rest: dict[str, Any] = dict(first=not later, held=carried - OWN_TOKEN * tokens)
         rest |= dict(fits=self.pictures.of(rows), held_units=held_units)
+        lengths = tuple(np.append(self.lengths, 1)[rows].tolist())  # 1 of a filler, which is row -1
         if not padding_free:
-            width = padded_length(int(self.lengths[rows].max()))
+            width = padded_length(max(*lengths, *(fit.tokens for fit in rest["fits"]), 1))
             return MicroBatch(PaddedRows(tokens // width, width), supervised, **rest)
-        lengths = tuple(self.lengths[rows].tolist())
-        if self.parts is not None and self.parts_from is not None:
+        if self.parts is not None and self.parts_from is not None and rows[0] >= 0:
             ends = np.append(self.parts_from[1:], len(self.parts))
             own = [self.parts[self.parts_from[row] : ends[row]] for row in rows]
             lengths = tuple(np.concatenate(own).tolist())
