@@ -89,7 +89,7 @@ class TrainConfig(Section):
     the length of a row, so rows are padded instead of joined."""
     router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed per
-    micro-batch, and reported losses do not include it."""
+    micro-batch, which counts by its supervised tokens. Reported losses do not include it."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     max_skipped_steps: Count = 3

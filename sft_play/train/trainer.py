@@ -16,7 +16,7 @@ from sft_play.engines.base import Engine
 from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.layers.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.layers.recomputation import adjust
-from sft_play.parts import Activations
+from sft_play.parts import IGNORED, Activations
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.nonfinite import (
@@ -94,7 +94,8 @@ class PlannedTrainer(SFTTrainer):
         self._activations = activations
         self._trained: list[torch.nn.Parameter] = []  # while an epoch is run
         self._step_loss: torch.Tensor | float = 0.0
-        self._balance: list[torch.Tensor] = []  # of this process's micro-batches since the last record
+        # of this process's micro-batches since the last record: the share of its step, and the loss times it
+        self._balance: list[torch.Tensor] = []
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
         self._engine, self._checkpoint_parts, self._writer = engine, checkpoint_parts, writer
@@ -176,13 +177,14 @@ class PlannedTrainer(SFTTrainer):
         self.begin_phase("forward")
         # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
         ranks = self.accelerator.num_processes
-        shares = self.current_gradient_accumulation_steps * ranks
         loss, balance = losses(model, inputs, num_items_in_batch)
         loss = ranks * loss
         self._reported = loss.detach()
         if balance is not None:
-            loss = loss + ranks * self.router_aux_loss_coef / shares * balance
-            self._balance.append(balance.detach())
+            # micro-batches differ in size, and one without rows has a filler
+            share = (inputs["labels"] != IGNORED).sum() / torch.as_tensor(num_items_in_batch).clamp(min=1)
+            loss = loss + ranks * self.router_aux_loss_coef * share * balance
+            self._balance.append(torch.stack([share, share * balance.detach()]))
         self.begin_phase("backward")
         return poisoned_if_not_finite(loss)
 
@@ -246,7 +248,8 @@ class PlannedTrainer(SFTTrainer):
             numbers = self._numbers(self.state.global_step)
             record = record | {name: value for name, value in numbers.items() if value is not None}
             if self._balance:
-                record["router_aux_loss"] = torch.stack(self._balance).mean().item()
+                shares, balance = torch.stack(self._balance).sum(0).tolist()
+                record["router_aux_loss"] = balance / shares if shares else 0.0
                 self._balance.clear()
         super().log(record, start_time)
 

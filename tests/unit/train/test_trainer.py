@@ -15,6 +15,7 @@ from sft_play.choices.optimizers import EIGHT_BIT_FROM
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.layers.loss_head import TokenScore, score_batch
+from sft_play.parts import IGNORED
 from sft_play.train.session import Arguments, prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
@@ -340,6 +341,13 @@ def test_the_loss_that_balances_experts_is_learned_but_not_reported(tiny_model, 
         assert ("router_aux_loss" in trainer.state.log_history[-1]) == (weight > 0)
     assert shares[0] == shares[1]
     assert len(gradients[0]) == 2 and not any(map(torch.equal, *gradients))
+    trainer.model.zero_grad()
+    filler = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+    trainer.training_step(trainer.model, filler, supervised([batch]))
+    assert all(not each.grad.any() for each in trainer.model.parameters() if each.grad is not None)
+    trainer.skipped.count(finite=True)
+    trainer.log({"loss": 0.0, "learning_rate": 0.1})
+    assert trainer.state.log_history[-1]["router_aux_loss"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
