@@ -26,6 +26,7 @@ Tokens = TypeVar("Tokens", int, np.ndarray)
 FILLER = -1  # stands for a row without supervised tokens, which has no weight in the loss of its step
 
 PAD_TO_MULTIPLE_OF = 8  # tokens: rows are padded to the next multiple of this
+DEALT_AT_ONCE = 2**16  # rows: what is computed with them stays in the caches of a CPU
 HALVINGS = 8  # of the interval in which the cost of the fullest bin of padded rows is sought
 
 
@@ -273,12 +274,15 @@ def make_schedule(
     """
     lengths = np.asarray(lengths)
     rows = draw_steps(shares or [Share(len(lengths))], rows_per_step, total_steps, seed)
-    costs = row_costs(lengths if padding_free else padded_length(lengths), hidden_size)
-    costs, tokens = (np.where(rows == FILLER, 0, values[rows]) for values in (costs, lengths))
-    if padding_free:
-        dealt = deal(costs, tokens, accumulation, data_ranks)
-    else:
-        dealt = deal_padded(costs, accumulation, data_ranks)
+    dealt, steps = np.empty_like(rows), max(1, DEALT_AT_ONCE // rows_per_step)
+    for first in range(0, len(rows), steps):
+        own = rows[first : first + steps]
+        tokens = np.where(own == FILLER, 0, lengths[own])
+        costs = row_costs(tokens if padding_free else padded_length(tokens), hidden_size)
+        if padding_free:
+            dealt[first : first + steps] = deal(costs, tokens, accumulation, data_ranks)
+        else:
+            dealt[first : first + steps] = deal_padded(costs, accumulation, data_ranks)
     return Schedule(rows, dealt, accumulation * data_ranks)
 
 
