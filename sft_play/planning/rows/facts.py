@@ -252,8 +252,7 @@ class DataFacts:
         supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
         held_units = split.held(units)
         columns = [tokens, supervised, later | (split.accumulation == 1), carried, held_units - units, units]
-        # of as many tokens, longer rows take more, and if padded, more rows may
-        columns += [schedule.sums(self._squares)] if rows is None else [rows, tokens // rows]
+        columns += [schedule.sums(self._squares)] if rows is None else [rows, tokens // rows]  # may add more
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
         latest = len(table) - 1 - front(table[::-1])  # of equals, that in which states exist most likely
@@ -264,9 +263,8 @@ class DataFacts:
             )
             for index in latest
         )
-        return RunBatches(
-            tuple(found), held=int(held.max()), held_units=int(held_units.max()), busiest=busiest
-        )
+        most, most_units = int(held.max()), int(held_units.max())
+        return RunBatches(tuple(found), held=most, held_units=most_units, busiest=busiest)
 
     def _supervised_of_rank(self, schedule: Schedule, ranks: int) -> np.ndarray:
         """Supervised tokens of each micro-batch, of the rank that has most of them, [micro-batches]."""
