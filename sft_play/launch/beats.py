@@ -24,7 +24,7 @@ EXIT_MARGIN_S = 5
 LINE = 160
 STACK_LINES = 12
 NOTICED_S = 1.0  # a wait that ends later than this was a pause
-SETUP, DONE = "model setup", "done"  # positions in which no limit counts
+LOADING, SETUP, DONE = "loading", "model setup", "done"  # positions in which no limit counts
 # Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them. With a
 # GPU, it waits where a step first asks for a number: the gradients' norm, or whether a signal has come.
 WAITING = re.compile("torch/distributed/|run_backward|deepspeed/comm/|torch/cuda/|_grad_norm|any_rank")
@@ -83,6 +83,12 @@ class Pulse:
         self._beat = os.open(folder / f"{rank}.beat", os.O_WRONLY | os.O_CREAT)
         self._stack = (folder / f"{rank}.stack").open("w")
         faulthandler.register(STACKS_SIGNAL, file=self._stack, all_threads=True)
+        faulthandler.cancel_dump_traceback_later()  # of an earlier one, that was loading
+
+    def load(self) -> None:
+        """Says that this rank is loading, and dumps its stacks once others may have waited in vain for it."""
+        self.beat(LOADING)
+        faulthandler.dump_traceback_later(self._limit_s, file=self._stack)
 
     def beat(self, where: str) -> None:
         """Writes where this rank is; takes a microsecond."""
@@ -124,15 +130,21 @@ def read_beats(run: RunDir, ranks: Iterable[int], own_time: OwnTime | None = Non
     return beats
 
 
-def is_stalled(beats: Iterable[Beat]) -> bool:
-    """Whether no rank made progress for about the limit, so that a failure is a timeout and not a crash."""
-    return min((beat.age_s / beat.limit_s for beat in beats), default=0.0) > 0.9
+def is_stalled(beats: Iterable[Beat], *, timed_out: bool = False) -> bool:
+    """Whether no rank made progress for about the limit, so that a failure is a timeout and not a crash.
+
+    To load may take longer, so that ranks that do count only if one that waited for them has `timed_out`.
+    """
+    counted = (beat for beat in beats if timed_out or beat.where != LOADING)
+    return min((beat.age_s / beat.limit_s for beat in counted), default=0.0) > 0.9
 
 
 def is_overdue(beats: Iterable[Beat]) -> bool:
     """Whether a rank made no progress for the limit and the margin in which it should have failed itself."""
     return any(
-        beat.age_s > beat.limit_s + 2 * EXIT_MARGIN_S for beat in beats if beat.where not in (SETUP, DONE)
+        beat.age_s > beat.limit_s + 2 * EXIT_MARGIN_S
+        for beat in beats
+        if beat.where not in (LOADING, SETUP, DONE)
     )
 
 

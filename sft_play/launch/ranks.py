@@ -33,11 +33,12 @@ STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
 # Parts of a rank's error message when the cause is that another rank is gone.
+TIMED_OUT = "timed out"
 LOST_PEER = (
     "connection closed by peer",
     "connection reset",
     "broken pipe",
-    "timed out",
+    TIMED_OUT,
     "distbackenderror",
     "recvvalue failed",
 )
@@ -293,6 +294,11 @@ def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
 def says_lost_peer(message: str) -> bool:
     """Whether an error message says that another rank is gone."""
     return any(part in message.lower() for part in LOST_PEER)
+
+
+def says_timeout(message: str) -> bool:
+    """Whether an error message says that a rank has waited for others in vain."""
+    return TIMED_OUT in message.lower()
 
 
 def raise_unless_done(result: RankExit) -> None:

@@ -18,7 +18,7 @@ from sft_play.launch.beats import (
     read_stack,
 )
 from sft_play.launch.link import Link
-from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
+from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits, says_timeout
 from sft_play.machine.process import handling
 from sft_play.runlog import RunDir
 
@@ -110,9 +110,10 @@ class Watch:
     def _is_stalled(self) -> bool:
         """Whether the ranks made no progress though they ran; notes how long they did not, if that is why."""
         self._own_time.waited(POLL_S)
-        stalled = is_stalled(read_beats(self._run, self._numbers, self._own_time))
+        late = any(says_timeout(report.message) for report in read_rank_exits(self._run, self._numbers))
+        stalled = is_stalled(read_beats(self._run, self._numbers, self._own_time), timed_out=late)
         silent = read_beats(self._run, self._numbers)
-        if is_stalled(silent) and not stalled:
+        if is_stalled(silent, timed_out=late) and not stalled:
             self.paused_s = max(self._own_time.paused(time.time() - beat.age_s) for beat in silent)
         return stalled
 

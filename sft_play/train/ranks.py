@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from sft_play.choices.engines import SEVERAL
 from sft_play.engines.registry import engine_of
 from sft_play.errors import LaunchError, first_line
 from sft_play.job import Job, agreed_plan, find_plan, job_digest
-from sft_play.launch.beats import read_beats
-from sft_play.launch.ranks import reports_folder
+from sft_play.launch.beats import Pulse, read_beats
+from sft_play.launch.ranks import reports_folder, says_timeout
 from sft_play.model.build import local_device
 from sft_play.plan import Plan
 from sft_play.planning.speed.devices import (
@@ -58,13 +58,15 @@ def process_group(job: Job) -> Iterator[None]:
     if on_gpu:
         _require_own_gpu(job, torch.cuda.device_count())
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
-    timeout = timedelta(seconds=job.config.parallel.timeout_s)
-    distributed.init_process_group(_backend(job.plan), timeout=timeout)
+    limit_s = job.config.parallel.timeout_s
+    with suppress(OSError):  # where nothing can be written, whoever writes what counts says so
+        Pulse(job.run, job.ranks.rank, limit_s, exits=False).load()
+    distributed.init_process_group(_backend(job.plan), timeout=timedelta(seconds=limit_s))
     try:
         with engine.while_starting(_say if job.ranks.is_main else lambda text: None):
             yield
     except RuntimeError as error:
-        if "timed out" not in str(error).lower():
+        if not says_timeout(str(error)):
             raise
         raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # no rank leaves while another still waits for its last message

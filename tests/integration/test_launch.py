@@ -33,7 +33,7 @@ from pathlib import Path
 from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.errors import SftPlayError
-from sft_play.launch.beats import Pulse
+from sft_play.launch.beats import SETUP, Pulse
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.launch.ranks import finish_rank
 from sft_play.runlog import RunDir
@@ -58,6 +58,15 @@ if does == "hang":
     pulse = Pulse(RunDir(notes), rank, 1, exits=False)
     pulse.beat("step 4")
     time.sleep(600)
+if does == "load":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Pulse(RunDir(notes), rank, 1, exits=False).load()
+    time.sleep(600)
+if does == "wait for it":
+    time.sleep(2)
+    Pulse(RunDir(notes), rank, 1, exits=False).beat(SETUP)
+    time.sleep(1)
+    sys.exit(finish_rank(ranks, 9, "timed out after 1 s waiting for the other processes"))
 if does == "vanish":
     os.kill(os.getpid(), signal.SIGKILL)
 while not stopped and does != "end":
@@ -128,6 +137,17 @@ def test_ranks_that_all_hang_outside_of_an_exchange_are_named_and_ended(start, t
     assert result.code == LaunchError.exit_code and "rank 1 hangs: no progress for" in result.message
     assert "rank 0 hangs" in result.message and "last seen in step 4" in result.message
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_hangs_while_it_loads_is_named_with_its_stack(start):
+    """The launcher ends it as soon as the one that waited has failed."""
+    result, _ = start("wait for it", "load")
+    assert result.code == LaunchError.exit_code and "rank.py" in result.message
+    assert (
+        result.message.startswith("rank 1 hangs: no progress for")
+        and "last seen in loading" in result.message
+    )
 
 
 @pytest.mark.thorough

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from sft_play.launch.beats import (
+    LOADING,
     Beat,
     OwnTime,
     Pulse,
@@ -71,6 +72,12 @@ def test_all_must_have_stood_still_for_the_limit():
     assert is_stalled([beat(0), beat(1, 30.0)])
     assert not is_stalled([beat(0, 1.0), beat(1, 30.0)])  # one has just moved: the other crashed
     assert not is_stalled([])
+
+
+def test_to_load_for_long_is_no_hang_unless_another_one_has_waited_for_it():
+    loading = [replace(beat(rank), where=LOADING) for rank in range(2)]
+    assert not is_stalled(loading) and not is_overdue([replace(loading[0], age_s=100.0)])
+    assert is_stalled(loading, timed_out=True)
 
 
 @pytest.mark.parametrize("waits", [WAITS, WAITS_FOR_A_GPU])
