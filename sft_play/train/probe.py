@@ -306,5 +306,6 @@ def memory_advice(plan: Plan) -> str:
     """What to change after memory ran out."""
     smaller = "tuning.mode=qlora or model.max_seq_len=<shorter>"
     if plan.rows_per_micro_batch > 1:
-        smaller = "train.batch_size=1"
-    return f"Try train.gradient_checkpointing=true or {smaller}"
+        smaller = f"train.batch_size={plan.rows.max_seq_len if plan.rows.packing else 1}"
+    recompute = "" if plan.activations.recomputes else "train.gradient_checkpointing=true or "
+    return f"Try {recompute}{smaller}"

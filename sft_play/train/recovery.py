@@ -22,7 +22,7 @@ from sft_play.plan import Plan
 from sft_play.reasons.choices import effective_batch
 from sft_play.runlog import read_json
 from sft_play.sizing.estimate.corrections import write_ran_out
-from sft_play.train.checkpoints import by_step
+from sft_play.train.checkpoints import by_step, going_on
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
@@ -61,8 +61,8 @@ def remembered(session: Session) -> Iterator[None]:
         write_ran_out(correction_path(session.job, plan), plan, used)
         done = counted(session.trainer.state.global_step, "step")
         raise OutOfMemory(
-            f"after {done}, {_explained(plan, error)}. Continue from the last checkpoint: "
-            f"{session.job.resume_command}"
+            f"after {done}, {_explained(plan, error)}. "
+            f"Or {going_on(session.job.run, session.job.resume_command)}"
         ) from error
 
 

@@ -4,15 +4,19 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.machine.process import ended_by_signals
-from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained
+from sft_play.runlog import RunDir
+from sft_play.train.probe import memory_advice
+from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.upstream.accelerate import is_out_of_memory
+from tests.plans import plan_with
 from tests.unit.train.plans import PLAN
 
 ARGS = SimpleNamespace(device=torch.device("cpu"))
@@ -136,3 +140,32 @@ def test_running_out_of_memory_says_what_to_change():
         memory_errors_explained(PLAN),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "train.gradient_checkpointing=true or train.batch_size=1"),
+        ({"activations": "recompute"}, "train.batch_size=1"),
+        ({"activations": "recompute", "packing": True, "effective_batch_size": 512}, "train.batch_size=64"),
+        (
+            {"activations": "recompute", "effective_batch_size": 2},
+            "tuning.mode=qlora or model.max_seq_len=<shorter>",
+        ),
+    ],
+)
+def test_what_to_change_is_something_else_than_what_the_plan_has(settings, advice):
+    assert memory_advice(plan_with(PLAN, **settings)) == f"Try {advice}"
+
+
+def test_a_run_that_saved_nothing_is_not_said_to_have_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("sft_play.train.recovery.write_ran_out", lambda *_: None)
+    monkeypatch.setattr("sft_play.train.recovery.correction_path", lambda *_: None)
+    job = SimpleNamespace(plan=PLAN, run=RunDir(tmp_path), resume_command="make resume")
+    state = SimpleNamespace(state=SimpleNamespace(global_step=1))
+    session: Any = SimpleNamespace(job=job, trainer=state)
+    with (
+        pytest.raises(OutOfMemory, match="Or start again, as there is no checkpoint: make resume$"),
+        remembered(session),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
