@@ -133,7 +133,8 @@ def waiting_reasons(request: Request, plan: Plan) -> list[str]:
     if plan.sharing.data_ranks == 1 or not plan.rows.joined:
         return []
     waited = 1 - 1 / request.facts.busiest_share(plan, request.architecture.facts.hidden_size)
-    return [choices.waiting(waited, packing=plan.rows.packing)] if waited >= LONG_WAIT else []
+    may_pack = request.facts.pictures.may_pack(plan.rows.packing)
+    return [choices.waiting(waited, may_pack=may_pack)] if waited >= LONG_WAIT else []
 
 
 def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1) -> list[str]:

@@ -140,9 +140,9 @@ def tiles(number: int, tokens: int, cause: Literal["config", "exceed"]) -> str:
     )
 
 
-def waiting(share: float, *, packing: bool) -> str:
+def waiting(share: float, *, may_pack: bool) -> str:
     """How much of a step an average process waits for the one with the most tokens."""
-    remedies = "a larger train.effective_batch_size" + ("" if packing else ", or train.packing=true,")
+    remedies = "a larger train.effective_batch_size" + (", or train.packing=true," if may_pack else "")
     wait = f"an average process waits {share:.0%} of a step for the one with the most tokens"
     return f"{wait}; {remedies} would even them out"
 

@@ -63,6 +63,10 @@ class RowFits:
         if self.exist:
             raise ConfigError(otherwise)
 
+    def may_pack(self, packing: bool) -> bool:
+        """Whether such rows could be packed, and are not: those with pictures never are."""
+        return not (packing or self.exist)
+
     def compiled(self, asked: bool | str) -> bool | str:
         """What train.compile asks for such rows: auto compiles none with pictures yet."""
         return False if self.exist and asked == "auto" else asked

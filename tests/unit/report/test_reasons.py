@@ -70,12 +70,12 @@ SENTENCES = [
         "and recomputed in the backward pass",
     ),
     (
-        choices.waiting(0.234, packing=False),
+        choices.waiting(0.234, may_pack=True),
         "an average process waits 23% of a step for the one with the most tokens; a larger "
         "train.effective_batch_size, or train.packing=true, would even them out",
     ),
     (
-        choices.waiting(0.1, packing=True),
+        choices.waiting(0.1, may_pack=False),
         "an average process waits 10% of a step for the one with the most tokens; a larger "
         "train.effective_batch_size would even them out",
     ),

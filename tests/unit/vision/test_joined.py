@@ -153,6 +153,7 @@ def test_fits_of_rows_come_back_by_row():
     assert fits.units(6).tolist() == [sum(fit.units for fit in row) for row in own]
     assert fits.of([4, -1, 1]) == (*own[4], *own[1])
     assert fits_of_rows(picture_rows("smolvlm", 2, seed=1, images=[0, 0])) == (None, None)
+    assert not fits.may_pack(False) and RowFits().may_pack(False) and not RowFits().may_pack(True)
     assert RowFits().of([0]) == () and RowFits().units(2).tolist() == [0, 0]
 
 
