@@ -304,11 +304,9 @@ class Heartbeat(TrainerCallback):
         where, before = self._where, self._pulse.limit_s
         self._pulse.limit_s = limit_s
         self._now("saving")
-        try:
-            yield
-        finally:
-            self._pulse.limit_s = before
-            self._now(where)
+        yield  # after an error no heartbeat: one that has waited in vain would seem to have made progress
+        self._pulse.limit_s = before
+        self._now(where)
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Starts to enforce the limit."""

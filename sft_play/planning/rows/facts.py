@@ -199,9 +199,8 @@ class DataFacts:
         """As `BatchSplit.busiest`, of a plan."""
         if not self.seen:  # all rows are equally long
             return -(-plan.rows_per_step // (ranks := plan.sharing.data_ranks)) * ranks / plan.rows_per_step
-        about = plan.schedule.total_steps, hidden_size, plan.rows.joined
-        busiest = self._heaviest(BatchSplit.of(plan), *about).busiest
-        return busiest[engine_of(plan.sharing.engine).shards_state]
+        rest = plan.schedule.total_steps, hidden_size, plan.rows.joined
+        return self._heaviest(BatchSplit.of(plan), *rest).busiest[engine_of(plan.sharing.engine).shards_state]
 
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool

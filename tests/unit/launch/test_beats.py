@@ -1,3 +1,4 @@
+import faulthandler
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from sft_play.launch.beats import (
 from sft_play.launch.ranks import clear_reports, reports_folder
 from sft_play.launch.watch import Watch
 from sft_play.runlog import RunDir
+from sft_play.train.callbacks import Heartbeat
 
 OWN = (
     'Current thread 0x1 (most recent call first):\n  File "rows.py", line 7 in read\n'
@@ -66,6 +68,15 @@ def test_a_sign_of_life_says_where_and_a_signal_asks_for_the_stack(run):
     pulse.stop()
     clear_reports(run, [3])
     assert read_beats(run, [3]) == [] and read_stack(run, 3) == ""
+
+
+def test_a_save_that_fails_gives_no_sign_of_life(run):
+    """It would hide that this rank has waited in vain for one that hangs."""
+    with pytest.raises(RuntimeError), Heartbeat(run, 0, 60, exits=False).saving(90):
+        raise RuntimeError("timed out")
+    faulthandler.cancel_dump_traceback_later()
+    (found,) = read_beats(run, [0])
+    assert (found.where, found.limit_s) == ("saving", 90)
 
 
 def test_all_must_have_stood_still_for_the_limit():
