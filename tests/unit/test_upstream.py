@@ -126,6 +126,7 @@ CALLED = {
 # (our word, whose source is looked at, the text that it must hold)
 TRAINER, LOSS = "transformers:Trainer", "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
 PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module"
@@ -189,6 +190,12 @@ WRITTEN = [
     ("_reader", "multiprocessing.queues:Queue", "self._reader, self._writer = "),
     ("_get_fsdp_state", "torch.distributed.fsdp._fully_shard._fully_shard", "self._get_fsdp_state()"),
     ("_fsdp_param_groups", "torch.distributed.fsdp._fully_shard._fully_shard", "state._fsdp_param_group"),
+    (
+        "_state_ctx",
+        f"{FSDP_STATE}._root_post_backward_final_callback",
+        "for state in self._state_ctx.all_states",
+    ),
+    ("_training_state", PARAM_GROUP, "self._training_state = TrainingState.POST_BACKWARD"),
     ("_partial_reduce_output", PARAM_GROUP, "self._partial_reduce_output,"),
     ("_post_forward_indices", PARAM_GROUP, "self._post_forward_indices.append(post_forward_index)"),
     ("post_forward_order", PARAM_GROUP, "self.comm_ctx.post_forward_order.append(self)"),

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_p
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -98,6 +99,7 @@ class ShardRecorder(SymbolicRecorder):
         if spec.device == "cuda" and not spec.regathers:  # those of DeepSpeed are others
             self._streams = self._streams or [torch.cpu.current_stream()]
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        end = FSDPState._root_post_backward_final_callback
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
@@ -108,11 +110,25 @@ class ShardRecorder(SymbolicRecorder):
             with patched(self, "_computes_shapes", True):
                 return propagate(propagator, schema)
 
+        def ended(state: Any) -> None:
+            # what layers have left until now is freed after those that have waited, for each of them
+            groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
+            *_, last = (each for each in groups if each._training_state.name != "POST_BACKWARD")
+            exchange = last.post_backward
+
+            def exchanged() -> None:
+                exchange()
+                self.begin("backward")
+
+            with patched(last, "post_backward", exchanged):
+                end(state)
+
         with ExitStack() as stack:
             if spec.regathers:
                 stack.enter_context(simulate_zero3(self))
             for target, name, replacement in (
                 (torch.UntypedStorage, "resize_", resized),
+                (FSDPState, "_root_post_backward_final_callback", ended),
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
                 *((FSDPParamGroup, name, _attributed(self, name)) for name in COMMUNICATING),
                 *(_copying() if spec.device == "cpu" else ()),
