@@ -9,6 +9,7 @@ Shapes: E events, B traced blocks (a block is one allocation), N blocks of the e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, compress, pairwise
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -110,8 +111,8 @@ class Timeline:
         return self.source[np.abs(self.events) - 1]
 
     @cached_property
-    def longer(self) -> dict["Buffer", "Timeline | None"]:
-        """This timeline with one block more, of any size."""
+    def longer(self) -> dict[tuple["Buffer", ...], tuple["Timeline", list[bool]]]:
+        """This timeline with more blocks, of any size, and which of them it has a place for."""
         return {}
 
     def changes(self, sizes: np.ndarray) -> np.ndarray:
@@ -121,7 +122,7 @@ class Timeline:
     def with_block(self, buffer: "Buffer") -> "Timeline | None":
         """This timeline with a block from a place in a phase, if it has that, to the end of another one."""
         events, after = np.flatnonzero(self.phases == PHASES.index(buffer.first)), buffer.place == "end"
-        marked = self.terms[self._source_of_event[events]] == TERMS.index("engine")  # by a recorder
+        marked = self.terms[self.source[np.abs(self.events[events]) - 1]] == TERMS.index("engine")
         inner = self.layers[events] != WHOLE_MODEL
         found = {"layers": (inner,), "gradients": (marked, inner)}.get(buffer.place, ())
         begins = np.concatenate([*(events[each] for each in found), events])[-1 if after else 0 :][:1]
@@ -132,13 +133,18 @@ class Timeline:
         return replace(
             self,
             events=np.insert(self.events, places, np.array([1, -1])[: len(places)] * (len(self.source) + 1)),
-            source=np.append(self.source, len(self.terms)),
+            source=np.insert(self.source, len(self.source), len(self.terms)),
             phases=np.insert(self.phases, places, self.phases[np.concatenate([begins, ends])]),
             layers=np.insert(self.layers, places, WHOLE_MODEL),
             terms=np.append(self.terms, TERMS.index(buffer.term)),
             in_ram=(*self.in_ram, len(self.terms)) if buffer.in_ram else self.in_ram,
             streams=np.append(self.streams, 0),
         )
+
+    def with_blocks(self, buffers: Sequence["Buffer"]) -> tuple["Timeline", list[bool]]:
+        """As `with_block`, with each of them that it has a place for, and which these are."""
+        lines = [*accumulate(buffers, lambda line, each: line.with_block(each) or line, initial=self)]
+        return lines[-1], [line is not before for before, line in pairwise(lines)]
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
         """Live bytes after the event, by term; `changes` is [E], as returned by the method of that name."""
@@ -211,13 +217,12 @@ class Step:
 
     def with_buffers(self, *buffers: Buffer) -> "Step":
         """The step with these blocks; those of phases that it does not have are left out."""
-        line, sizes = self.timeline, self.sizes
-        for buffer in (each for each in buffers if each.bytes):
-            if (key := replace(buffer, bytes=0)) not in line.longer:
-                line.longer[key] = line.with_block(key)
-            if longer := line.longer[key]:
-                line, sizes = longer, np.append(sizes, buffer.bytes)
-        return replace(self, timeline=line, sizes=sizes)
+        found, line = [each for each in buffers if each.bytes], self.timeline
+        if (key := tuple(replace(each, bytes=0) for each in found)) not in line.longer:
+            line.longer[key] = line.with_blocks(key)
+        line, has = line.longer[key]
+        more = [each.bytes for each in compress(found, has)]
+        return replace(self, timeline=line, sizes=np.append(self.sizes, more)) if more else self
 
     def peaks(self, *, in_layers: bool = False) -> dict[str, Peak]:
         """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""
@@ -385,8 +390,8 @@ def expand(trace: StepTrace) -> Timeline:
     if any(expansion.deaths[block] >= 0 for _, block in expansion.alive):
         raise LayersDiffer("a block is not freed by the layer that frees it in the trace")
     return Timeline(
-        events=np.array(expansion.events, dtype=np.int64),
-        source=np.array(expansion.source, dtype=np.int64),
+        events=np.array(expansion.events, dtype=np.int32),  # small: a plan keeps those of all steps
+        source=np.array(expansion.source, dtype=np.int32),
         phases=np.array(expansion.phases, dtype=np.int8),
         layers=np.array(expansion.layers, dtype=np.int16),
         terms=trace.terms,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sft_play.timeline import PHASES, LayersDiffer
+from sft_play.timeline import PHASES, Buffer, LayersDiffer
 from tests.unit.sizing.handmade import TraceBuilder, step_of
 
 
@@ -64,6 +64,15 @@ def test_traces_that_differ_in_sizes_alone_are_repeated_once():
     assert one.step.timeline is larger.step.timeline is not deeper.step.timeline
     assert larger.step.peaks()["forward"].bytes == 2 * one.step.peaks()["forward"].bytes
     assert deeper.step.peaks()["forward"].bytes == one.step.peaks()["forward"].bytes + 110
+
+
+def test_a_step_with_more_blocks_keeps_one_timeline_and_small_numbers():
+    """A plan keeps those of all its steps, each with hundreds of thousands of events."""
+    step = step_of(3, (0, *[1] * 28, 2)).step
+    begins, ends = (Buffer("engine", 10, phase, "backward") for phase in ("forward", "backward"))
+    line = step.with_buffers(begins, ends).timeline
+    assert [longer for longer, _ in step.timeline.longer.values()] == [line]
+    assert step.timeline.events.dtype == line.events.dtype == line.source.dtype == np.int32
 
 
 @pytest.mark.parametrize(("stand_ins", "fails"), [((0, 1, 2, 2, 2, 3, 4), False), ((0, 1, 1, 2, 3, 4), True)])

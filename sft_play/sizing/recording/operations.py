@@ -154,7 +154,7 @@ def layers_in_order(
     Raises:
         LayersDiffer: a layer did not run in a pass with the others.
     """
-    pieces, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int16)]
+    pieces, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int16)]
     end = 0
     for sweep in sweeps(segments):
         first, end = end, end + len(sweep)
@@ -168,6 +168,6 @@ def layers_in_order(
             if traced not in number_of:
                 raise LayersDiffer(f"layer {traced} did not run with the others")
             number = number_of[traced]
-            pieces.append(np.arange(stops[number - 1] if number else 0, stops[number]))
+            pieces.append(np.arange(stops[number - 1] if number else 0, stops[number], dtype=np.int32))
             owners.append(np.full(len(pieces[-1]), layer, np.int16))
     return np.concatenate(pieces), np.concatenate(owners)
