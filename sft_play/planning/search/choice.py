@@ -16,7 +16,7 @@ avoids it where the answer is known:
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
   more memory, they are sized for that plan only, to report what they would save. Those that divide the
   weights, whose steps have traces of their own, are sized then only if all weights are trained: each process
-  updates its part of them, which may be faster. Frozen weights are sent for nothing.
+  updates its part of them, which may be faster, if the plan accumulates in others of their own.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
 count as a tie, which the larger micro-batch wins; but weights are not divided for a tie, nor for a gain
@@ -156,7 +156,9 @@ def _size_all(
         of_engine = [draft for draft in drafts if _engine(draft) == engine]
         if any(plan.sharing.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
             continue  # divided inside each machine, whose links are faster than a network
-        if best is not None:
+        # divided weights are sent for each micro-batch: fewer may be faster, even where layers are recomputed
+        own = trains_all and engine_of(engine[0]).shards_weights and best and best.batch.accumulation > 1
+        if best is not None and not own:
             alike = [draft for draft in of_engine if _split(draft) == _split(best)]
             of_engine = [draft for draft in alike if trains_all or not _divides(draft)]
         sized += _size_engine(of_engine, memory_of)

@@ -509,6 +509,22 @@ def test_a_divided_step_is_not_even_sized_where_more_memory_would_gain_nothing()
     assert "fsdp2" not in {engine for engine, _ in asked}
 
 
+def test_more_memory_for_ddp_does_not_hide_that_divided_weights_are_sent_less_often():
+    """Each of four micro-batches sends them; to recompute all rows at once takes less time than that."""
+    usual, found = clock(0.1), []
+
+    def seconds(run: RunConfig, plan: Plan) -> float:
+        update = 1 if plan.sharing.engine == "fsdp2" else 16
+        sent = 4 * plan.batch.accumulation if plan.sharing.engine == "fsdp2" else 0
+        return usual(run, plan) + update + sent
+
+    for budget in (30, 50):  # DDP does not fit, or keeps activations of two rows
+        plan = choose(config("full"), divided_memory(budget)[0], seconds, 4)
+        assert plan.sharing.engine == "fsdp2"
+        found.append(seconds(config("full"), plan))
+    assert found[1] <= found[0]
+
+
 @pytest.mark.parametrize(("times", "engine"), [(1.5, "ddp"), (1.0, "fsdp2"), (0.76, "fsdp2"), (None, "ddp")])
 def test_weights_are_divided_only_for_a_step_that_is_known_to_be_faster(times, engine):
     """Without it activations are recomputed, a third more work; with it they are kept."""
