@@ -34,7 +34,7 @@ from sft_play.ui.console import warn
 from sft_play.upstream.accelerate import unwrapped
 from sft_play.upstream.bitsandbytes import forget_overrides, no_overrides, page_what_is_loaded
 from sft_play.upstream.patching import lasting, patched
-from sft_play.upstream.transformers import loaded_as_saved
+from sft_play.upstream.transformers import loaded_as_saved, saved_as_it_is
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -340,7 +340,8 @@ class PlannedTrainer(SFTTrainer):
         """
         weights = self._engine.full_weights(self.model)  # type: ignore[arg-type]
         if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+            with saved_as_it_is(self.model):
+                self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes them as the library does, unless the engine has its own way with the optimizer's state."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -221,6 +221,23 @@ def joins_weights(model: Any) -> bool:
     from transformers.core_model_loading import WeightConverter
 
     return any(isinstance(each, WeightConverter) for each in model._weight_conversions)
+
+
+@contextmanager
+def saved_as_it_is(model: object) -> Iterator[None]:
+    """In the block, a whole model's `save_pretrained` writes weights by the names and shapes that it has.
+
+    Files of some models have others, as all of Gemma 3 and the experts of a mixture, and an engine that divides
+    weights reads those of a checkpoint one parameter at a time, by its name. What makes this unnecessary: a
+    setting of the trainer for this argument of `save_pretrained` (5.23 has none).
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    with patched(model, "save_pretrained", partial(model.save_pretrained, save_original_format=False)):
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
@@ -16,6 +17,7 @@ from sft_play.model.weights.finished import finished_weights
 from sft_play.runlog import read_json
 from sft_play.train import run as run_module
 from sft_play.train.checkpoints import find_problem
+from sft_play.train.ranks import process_group
 from sft_play.train.run import train
 from tests.jobs import losses, make_job, seal
 from tests.unit.test_manifest import flip_bit
@@ -250,3 +252,25 @@ def test_a_run_directory_that_is_deleted_or_closed_while_training_is_an_error_of
         patch.setattr(run_module, "clear_way", delete)
         with pytest.raises(StorageError, match="cannot write to .*run: .*make resume"):
             train(job)
+
+
+@pytest.mark.parametrize("offload", ["ram", "none"])
+def test_a_divided_mixture_goes_on_from_its_weights_whose_files_have_other_names(
+    tiny_model, tmp_path, offload
+):
+    """A checkpoint has them by the names of parameters, by which engines that divide weights ask for them."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    sizes = {key: value for key, value in read_json(base / "config.json").items() if key.endswith("_size")}
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=2)
+    config = Qwen3MoeConfig(**sizes, **experts, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    settings = dict(mode="full", max_steps=4, save_steps=2, eval_steps=2, batch_size=8, learning_rate=1e-3)
+    job = make_job(base, tmp_path, "divided", **settings, offload="ram")
+    with process_group(job):
+        train(job)
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" in load_file(job.run.model / "model.safetensors")
+    checkpoint = str(job.run.checkpoints / "checkpoint-2")
+    again = make_job(base, tmp_path, "again", **settings, offload=offload, resume=checkpoint)
+    with process_group(again):
+        train(again)
+    assert losses(again)[0] == pytest.approx(losses(job)[0][2:], rel=1e-6)

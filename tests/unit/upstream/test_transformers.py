@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig
 from transformers.utils import import_utils
 
-from sft_play.upstream.transformers import _reading_once, loaded_as_saved
+from sft_play.upstream.transformers import _reading_once, loaded_as_saved, saved_as_it_is
 from tests.vision_models import config_of, random_model
 
 MOE = dict(
@@ -18,8 +18,9 @@ MOE = dict(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("as_it_is", [False, True])
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_moe"])
-def test_a_model_takes_weights_by_the_names_that_its_files_have(kind, tmp_path):
+def test_a_model_takes_weights_by_the_names_that_its_files_have(kind, as_it_is, tmp_path):
     if kind == "gemma3":
         made, loader = random_model(config_of(kind)), AutoModelForImageTextToText
     else:
@@ -27,6 +28,11 @@ def test_a_model_takes_weights_by_the_names_that_its_files_have(kind, tmp_path):
     made.save_pretrained(tmp_path)
     saved, model = load_file(tmp_path / "model.safetensors"), loader.from_pretrained(tmp_path)
     assert saved.keys() - model.state_dict().keys()
+    if as_it_is:
+        with saved_as_it_is(model):
+            model.save_pretrained(tmp_path / "own")
+        saved = load_file(tmp_path / "own" / "model.safetensors")
+        assert not saved.keys() - model.state_dict().keys() and "save_pretrained" not in vars(model)
     for parameter in model.parameters():
         parameter.data.zero_()
     with loaded_as_saved(model):
