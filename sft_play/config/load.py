@@ -130,8 +130,9 @@ def _refuse_secret(text: str, where: str) -> None:
 def _shipped(path: Path) -> str:
     """The file that may have been meant, and the configs that come with SFT-Play."""
     found, beside = shipped_configs(), map(str, path.parent.glob("*.yaml"))
-    near = difflib.get_close_matches(str(path), [*beside, *found], n=1)
-    meant = f"; did you mean {near[0]}?" if near else "."
+    named = {Path(file).stem: file for file in (*found, *beside)}
+    near = difflib.get_close_matches(path.stem, named, n=1)
+    meant = f"; did you mean {named[near[0]]}?" if near else "."
     return f"{meant} Shipped configs: {', '.join(found)}"
 
 
@@ -330,6 +331,11 @@ def _problems(error: ValidationError, typed: Container[str]) -> dict[str, str]:
                 message = f"expected {allowed}" if (allowed := _allowed_text(name)) else message
             elif item["type"] == "literal_error":
                 message = f"expected {item['ctx']['expected']}".replace("'", "")
+            elif item["type"] == "string_pattern_mismatch":  # of output.name alone
+                message = (
+                    "expected up to 100 of a-z, A-Z, 0-9, . _ and -, the first a letter or a digit, as in "
+                )
+                message += var(RUN="run-2")
             if dotted not in typed and not isinstance(item["input"], dict | BaseModel):
                 message += f" (found {json.dumps(item['input'], default=str):.200})"
             lines[dotted] = message

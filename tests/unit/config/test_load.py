@@ -246,7 +246,7 @@ def test_the_resolved_config_of_an_earlier_version_loads_unless_a_removed_settin
 
 @pytest.mark.parametrize("name", ["../x", "/abs", "-rf", "$(cmd)", "a b", "a\n", "x" * 101, ""])
 def test_run_names_that_could_leave_the_folder_are_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="output.name"):
+    with pytest.raises(ConfigError, match="output.name: expected up to 100 of a-z"):
         load_config(write(tmp_path, MINIMAL + f"output: {{name: {json.dumps(name)}}}\n"))
 
 
@@ -325,6 +325,8 @@ def test_a_misspelt_config_file_is_recognized_and_files_that_are_no_runs_are_not
         ConfigError, match=r"configs/dmeo.yaml does not exist; did you mean configs/demo.yaml"
     ):
         load_config("configs/dmeo.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean configs/run_lora.yaml\?"):
+        load_config("run_lora")
     with pytest.raises(ConfigError) as error:
         load_config("nowhere.yaml")
     assert "configs/run_lora.yaml" in str(error.value) and "hardware" not in str(error.value)
