@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from rich.padding import Padding
-
 from sft_play.choices.kernels import COMPILED, LAYERS
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
@@ -122,7 +120,7 @@ def _probe_and_print(session: Session) -> ProbeResult:
     job = session.job
     done = step_of(job.checkpoint) if job.checkpoint else None
     line = probe_line(job.plan.to_json(), asdict(result), done or 0)
-    console().print(Padding(line, (0, 0, 0, 2)))
+    console().print(f"  {line}")
     return result
 
 

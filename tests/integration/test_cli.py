@@ -108,6 +108,7 @@ def test_metrics_have_a_line_for_each_logging_step_with_keys_of_group_and_unit(f
 
 def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_log(finished):
     out, log = finished.done.out, finished.run.log.read_text()
+    assert re.search(r"^  probe at the largest batch: .*\S$", out, re.MULTILINE)  # words, not a block of them
     for text in (
         "Distributed type: NO", "Number of processes: 1", "Number of GPUs: 0", "Mixed precision: no",
         "Process 0 using device: cpu", "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss",
