@@ -1,5 +1,6 @@
 """The files that come with SFT-Play, as package data; `configs/` of the repository is a link to these."""
 
+import difflib
 import os
 from pathlib import Path
 
@@ -12,6 +13,15 @@ CATALOGUES = {"hardware.yaml", "models.yaml", "prices.yaml"}  # among the config
 def shipped_configs() -> list[str]:
     """The names of the configs that come with SFT-Play, as a person types them: configs/demo.yaml."""
     return sorted(f"configs/{file.name}" for file in CONFIGS.glob("*.yaml") if file.name not in CATALOGUES)
+
+
+def meant_config(path: Path) -> str:
+    """The file that may have been meant, and the configs that come with SFT-Play."""
+    found, beside = shipped_configs(), map(str, path.parent.glob("*.yaml"))
+    named = {Path(file).stem: file for file in (*found, *beside)}
+    near = difflib.get_close_matches(path.stem, named, n=1)
+    meant = f"; did you mean {named[near[0]]}?" if near else "."
+    return f"{meant} Shipped configs: {', '.join(found)}"
 
 
 def located(path: Path) -> Path:

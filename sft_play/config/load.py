@@ -16,7 +16,7 @@ from sft_play.config.aliases import ALIASES, REMOVED
 from sft_play.config.resolved import OF_RUN, no_such_run, stay_in_folder
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
-from sft_play.resources import located, shipped_configs
+from sft_play.resources import located, meant_config
 from sft_play.secrets import find_secret
 from sft_play.spelling import login, settings_page, var, variable_of
 from sft_play.units import counted
@@ -127,15 +127,6 @@ def _refuse_secret(text: str, where: str) -> None:
         )
 
 
-def _shipped(path: Path) -> str:
-    """The file that may have been meant, and the configs that come with SFT-Play."""
-    found, beside = shipped_configs(), map(str, path.parent.glob("*.yaml"))
-    named = {Path(file).stem: file for file in (*found, *beside)}
-    near = difflib.get_close_matches(path.stem, named, n=1)
-    meant = f"; did you mean {named[near[0]]}?" if near else "."
-    return f"{meant} Shipped configs: {', '.join(found)}"
-
-
 def _read_file(path: Path) -> dict:
     path = located(path)
     if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
@@ -143,7 +134,7 @@ def _read_file(path: Path) -> dict:
             raise no_such_run(path.parent)
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
         what = f"config file {path} {found}" if path != Path() else "no config file is named"
-        raise ConfigError(f"{what}{_shipped(path)}. Set {var(CONFIG='<file>')}")
+        raise ConfigError(f"{what}{meant_config(path)}. Set {var(CONFIG='<file>')}")
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ConfigError(f"config file {path} has {size} bytes; the limit is {MAX_FILE_BYTES}")
     try:
@@ -332,10 +323,8 @@ def _problems(error: ValidationError, typed: Container[str]) -> dict[str, str]:
             elif item["type"] == "literal_error":
                 message = f"expected {item['ctx']['expected']}".replace("'", "")
             elif item["type"] == "string_pattern_mismatch":  # of output.name alone
-                message = (
-                    "expected up to 100 of a-z, A-Z, 0-9, . _ and -, the first a letter or a digit, as in "
-                )
-                message += var(RUN="run-2")
+                message = "expected up to 100 of a-z, A-Z, 0-9, . _ and -, the first a letter or a digit"
+                message += f", as in {var(RUN='run-2')}"
             if dotted not in typed and not isinstance(item["input"], dict | BaseModel):
                 message += f" (found {json.dumps(item['input'], default=str):.200})"
             lines[dotted] = message
