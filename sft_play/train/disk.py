@@ -34,7 +34,7 @@ TORCH_SAVE = ("PytorchStreamWriter failed", "unexpected pos", "cannot be opened"
 
 
 @contextmanager
-def disk_errors_explained(run: RunDir) -> Iterator[None]:
+def disk_errors_explained(run: RunDir, resume_command: str) -> Iterator[None]:
     """Turns what the libraries raise when a write in the block fails into a clear StorageError."""
     try:
         yield
@@ -51,7 +51,7 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
             raise
         raise StorageError(
             f"cannot write to {run.path}: {reason}. Free space there, or make it writable, and "
-            f"{going_on(run, run.resume_command())}; or choose another output.dir"
+            f"{going_on(run, resume_command)}; or choose another output.dir"
         ) from error
 
 

@@ -56,7 +56,7 @@ def train(job: Job) -> None:
     """
     checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
     job = replace(job, checkpoint=checkpoint)
-    with memory_errors_explained(job.plan), disk_errors_explained(job.run):
+    with memory_errors_explained(job.plan), disk_errors_explained(job.run, job.resume_command):
         session, probed = settled_session(job)
         require_space(session)
         begin_run(session.job)

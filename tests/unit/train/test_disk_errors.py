@@ -15,7 +15,8 @@ def test_a_folder_of_tensorboard_that_was_removed_with_the_run_is_a_failure_of_t
     writer = SummaryWriter(str(run.path / "tensorboard"), max_queue=1)
     shutil.rmtree(run.path)
     run.checkpoints.mkdir(parents=True)  # as the next checkpoint makes it again
-    with pytest.raises(StorageError, match="cannot write to .*No such file"), disk_errors_explained(run):
+    found = pytest.raises(StorageError, match="cannot write to .*No such file.*: make resume NGPU=3")
+    with found, disk_errors_explained(run, "make resume NGPU=3"):
         for step in range(1000):
             writer.add_scalar("loss", 1.0, step)
             writer.flush()
