@@ -227,7 +227,7 @@ def joins_weights(model: Any) -> bool:
 def saved_as_it_is(model: object) -> Iterator[None]:
     """In the block, a whole model's `save_pretrained` writes weights by the names and shapes that it has.
 
-    Files of some models have others, as all of Gemma 3 and the experts of a mixture, and an engine that divides
+    Files of some models have others, as all of Gemma 3 and the experts of a mixture. An engine that divides
     weights reads those of a checkpoint one parameter at a time, by its name. What makes this unnecessary: a
     setting of the trainer for this argument of `save_pretrained` (5.23 has none).
     """
