@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from sft_play.choices.engines import WHOLE
 from sft_play.engines.registry import engine_of, label_of
 from sft_play.parts import Activations
 from sft_play.report.layout import apart, bullets
@@ -97,8 +98,8 @@ def _faster_ones(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> 
         other, name, ours = engine_of(row["engine"]), engine_label(row), engine_label(plan)
         if other.shards_weights and not chosen.shards_weights:
             why = f"{name} may take longer than predicted, by more than it would gain over {ours}"
-        elif other.trades_speed and not chosen.trades_speed:
-            why = f"{name} costs time that predictions leave out: {ours} is preferred where it fits"
+        elif other is not chosen and other.trades_speed and not other.shards_weights:
+            why = f"{name} costs time that predictions leave out: {WHOLE.label} is preferred where it fits"
         else:
             size = f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}"
             why = f"{size} is faster by less than predictions can resolve; the chosen plan has fewer passes"

@@ -266,16 +266,20 @@ def test_other_methods_stand_beside_the_planned_one_which_is_marked():
     )
 
 
+ZERO_2 = "ZeRO-2 costs time that predictions leave out: DDP is preferred where it fits"
+
+
 @pytest.mark.parametrize(
-    ("engine", "size", "said"),
+    ("chosen", "engine", "size", "said"),
     [
-        ("deepspeed_z2", 4, "ZeRO-2 costs time that predictions leave out: DDP is preferred where it fits"),
-        ("fsdp2", 4, "FSDP2 may take longer than predicted, by more than it would gain over DDP"),
-        ("ddp", 2, " is faster by less than predictions can resolve"),
+        ("ddp", "deepspeed_z2", 4, ZERO_2),
+        ("fsdp2", "deepspeed_z2", 4, ZERO_2),
+        ("ddp", "fsdp2", 4, "FSDP2 may take longer than predicted, by more than it would gain over DDP"),
+        ("ddp", "ddp", 2, " is faster by less than predictions can resolve"),
     ],
 )
-def test_a_faster_plan_that_was_not_chosen_says_why(engine, size, said):
-    plan = PLAN["plan"] | {"engine": "ddp", "world_size": 2}
+def test_a_faster_plan_that_was_not_chosen_says_why(chosen, engine, size, said):
+    plan = PLAN["plan"] | {"engine": chosen, "world_size": 2}
     tree = PLAN | {
         "plan": plan,
         "memory": MEMORY,
