@@ -191,6 +191,24 @@ class Plan:
         memory = self.memory.to_json() if self.memory else None
         return {"plan": values, "memory": memory, "why": list(why), "alternatives": list(alternatives)}
 
+    def as_alternative(self, relative_speed: float | None) -> dict[str, Any]:
+        """A sized plan in the JSON of the chosen one, whose speed is 1."""
+        assert self.memory
+        return {
+            "micro_batch_size": self.batch.micro,
+            "gradient_accumulation_steps": self.batch.accumulation,
+            "gradient_checkpointing": self.activations.recomputes,
+            **flat(self.activations),
+            "engine": self.sharing.engine,
+            "replicas": self.sharing.replicas,
+            "offload": self.sharing.offload,
+            "peak_bytes": self.memory.peak_bytes,
+            "process_bytes": self.memory.process_bytes,
+            "fits": self.memory.fits,
+            "ran_out": self.memory.ran_out,
+            "relative_speed": relative_speed,
+        }
+
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Plan":
         """The inverse of `to_json`."""

@@ -89,7 +89,7 @@ def unsized(given: bool) -> str:
     return "the smallest micro-batch, since this model's memory cannot be predicted"
 
 
-def recomputing(recomputed: bool, cause: Literal["config", "fit", "exceed", "faster"]) -> str:
+def recomputing(recomputed: bool, cause: Literal["config", "fit", "exceed", "faster", "gathered"]) -> str:
     """Whether activations are recomputed, and why."""
     name = f"gradient checkpointing {'on' if recomputed else 'off'}"
     return {
@@ -97,6 +97,7 @@ def recomputing(recomputed: bool, cause: Literal["config", "fit", "exceed", "fas
         "fit": f"{name}: activations fit, and recomputing them costs a third more compute",
         "exceed": f"{name}: stored activations would exceed the budget",
         "faster": f"{name}: predicted to be faster, since larger micro-batches fit",
+        "gathered": f"{name}: predicted to be faster, since weights can then stay gathered",
     }[cause]
 
 

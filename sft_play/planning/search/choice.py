@@ -6,8 +6,9 @@ avoids it where the answer is known:
 
 - Memory grows with the micro-batch. Once a micro-batch does not fit, no larger one of that engine and
   checkpointing setting is sized, unless it does without accumulation, and so without earlier gradients.
-- Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
-  not fit without it, and the chosen one, to report what checkpointing would save.
+- Recomputing activations only costs time where they fit, unless divided weights can then stay gathered. With
+  checkpointing, micro-batches are sized that do not fit without it, and the chosen one, to report what
+  checkpointing would save.
 - Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
   as fit, since each of them takes memory and saves time.
 - MLPs that compute long rows in tiles are slower, and so is offloading to RAM. Such plans are sized if no
@@ -37,7 +38,7 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.parts import RECOMPUTED, flat
+from sft_play.parts import RECOMPUTED
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.candidates.drafts import by_offload
 from sft_play.planning.candidates.tiles import why_tiled, worth_sizing
@@ -114,10 +115,10 @@ def choose_plan(
         sized[sized.index(fastest)] = chosen
         if chosen.memory and chosen.memory.within_budget:  # with fragmentation, which sizing may leave out
             break
-    chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, at_least, by=1 - TIE)
+    others = fitting if _recomputing(chosen) else [*fitting, *_recomputed(drafts, chosen)]
+    chosen, gathered = with_less_sent(config, chosen, others, estimate, compared, at_least, by=1 - TIE)
     if explain and not any(map(_recomputing, sized)):
-        recomputing = [one for one in drafts if one.activations == RECOMPUTED and _recomputes(one, chosen)]
-        sized += [replace(one, memory=memory_of(one)) for one in recomputing]
+        sized += [replace(one, memory=memory_of(one)) for one in _recomputed(drafts, chosen)]
     alternatives = _alternatives(chosen, sized, seconds_of)
     why = [*_reasons(config, chosen, sized, seconds_of, layers), *gathered]
     if explain:
@@ -196,6 +197,11 @@ def _recomputes(one: Plan, other: Plan) -> bool:
     """Whether they differ only in that `one` recomputes activations that the other keeps."""
     alike = (_engine(one), _size(one)) == (_engine(other), _size(other))
     return alike and one.activations.saved > other.activations.saved
+
+
+def _recomputed(drafts: list[Plan], plan: Plan) -> list[Plan]:
+    """The plan with activations recomputed that it keeps, if the config allows that."""
+    return [one for one in drafts if one.activations == RECOMPUTED and _recomputes(one, plan)]
 
 
 def _size(plan: Plan) -> int:
@@ -304,6 +310,8 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers
         return choices.partly_recomputing(way.apart, layers)
     if not way.recomputes:
         return choices.recomputing(False, "fit")
+    if any(_recomputes(chosen, plan) for plan in fitting):
+        return choices.recomputing(True, "gathered")
     needed = all(map(_recomputing, fitting))
     return choices.recomputing(True, "exceed" if needed else "faster")
 
@@ -373,28 +381,10 @@ def _alternatives(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tup
     others: list[tuple[Plan, float | None]] = []
     for kind, found in kinds.items():
         others += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
-    return tuple(_to_json(plan, speed) for plan, speed in sorted(others, key=_preference))
+    return tuple(plan.as_alternative(speed) for plan, speed in sorted(others, key=_preference))
 
 
 def _preference(timed: tuple[Plan, float | None]) -> tuple[bool, float]:
     """Sorts plans and their relative speeds: those that fit first, then the fastest."""
     plan, speed = timed
     return not (plan.memory and plan.memory.fits), -(speed or 0)
-
-
-def _to_json(plan: Plan, relative_speed: float | None) -> dict[str, Any]:
-    assert plan.memory
-    return {
-        "micro_batch_size": plan.batch.micro,
-        "gradient_accumulation_steps": plan.batch.accumulation,
-        "gradient_checkpointing": plan.activations.recomputes,
-        **flat(plan.activations),
-        "engine": plan.sharing.engine,
-        "replicas": plan.sharing.replicas,
-        "offload": plan.sharing.offload,
-        "peak_bytes": plan.memory.peak_bytes,
-        "process_bytes": plan.memory.process_bytes,
-        "fits": plan.memory.fits,
-        "ran_out": plan.memory.ran_out,
-        "relative_speed": relative_speed,
-    }

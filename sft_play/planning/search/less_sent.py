@@ -26,6 +26,8 @@ SCALES = 0.032
 # on PCIe).
 LONGER = {"cpu": 1.3, "cuda": 1.06}
 
+HELD_ANYWAY = "gradients", "optimizer"  # at the end of the forward pass, whatever is recomputed
+
 SecondsOf = Callable[[Plan], float | None]
 
 
@@ -58,7 +60,7 @@ def with_less_sent(
     Args:
         config: the run's config.
         chosen: the fastest plan so far, with its memory.
-        others: that fit too.
+        others: that fit too, and without memory those that save some by recomputing what fits.
         estimate: predicts the memory of a plan.
         seconds_of: the time of its step; None if unknown.
         least_of: a time that it is not below, which takes no trace of gradients that wait; None if unknown.
@@ -71,7 +73,8 @@ def with_less_sent(
             config.parallel.reshard_after_forward == "auto"
             and engine_of(plan.sharing.engine).can_keep_gathered
         )
-        frees = plan.sharing.reshard_after_forward and (not may_keep or _exceeds(config, plan))
+        exceeds = plan.memory is not None and _exceeds(config, plan)
+        frees = plan.sharing.reshard_after_forward and (not may_keep or exceeds)
         return _sending(plan, frees, max(_waits(config, plan)))
 
     def least(plan: Plan) -> float:
@@ -79,7 +82,10 @@ def with_less_sent(
 
     chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, least_of, by=by)
     below = by * (seconds_of(chosen) or 0.0)
+    # if they stay gathered already, or never can, to recompute what fits would only cost time
+    saves = chosen.sharing.reshard_after_forward and not _exceeds(config, chosen, HELD_ANYWAY)
     divided = [plan for plan in others if engine_of(plan.sharing.engine).shards_weights]
+    divided = [plan for plan in divided if plan.memory or saves]
     divided = [plan for plan in divided if (least_of(fastest_way(plan)) or 0.0) < below]
     for rival in sorted(divided, key=least):
         if not (seconds := seconds_of(chosen)) or least(rival) >= by * seconds:
@@ -160,10 +166,10 @@ def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> tu
     return ("faster", 1 - kept / freed) if kept < by * freed else ("tie", 0.0)
 
 
-def _exceeds(config: RunConfig, plan: Plan) -> bool:
+def _exceeds(config: RunConfig, plan: Plan, beside: Sequence[str] = (*HELD_ANYWAY, "activations")) -> bool:
     """Whether a process has no memory for all weights at the end of the forward pass, without a trace of it.
 
-    The least that it takes is counted: shards as they are gathered, and what is there then anyway.
+    The least that it takes is counted: shards as they are gathered, and the terms that are there beside them.
     """
     memory, shards = plan.memory, min(plan.sharing.shards, MOST_SHARDS)
     assert memory
@@ -171,5 +177,5 @@ def _exceeds(config: RunConfig, plan: Plan) -> bool:
     held = sum(terms.get(name, 0) for name in ("weights", "adapters"))
     scales = SCALES * shards if config.tuning.mode == "qlora" else 0.0
     whole = shards * held / (1 + scales) / (2 if _casts(plan) else 1)
-    others = sum(terms.get(name, 0) for name in ("gradients", "optimizer", "activations"))
+    others = sum(terms.get(name, 0) for name in beside)
     return whole + held + others + memory.terms.get("context", 0) > memory.budget_bytes

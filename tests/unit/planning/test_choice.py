@@ -659,6 +659,19 @@ def test_weights_stay_gathered_where_that_fits_and_is_faster(asked, budget, save
     assert (not plan.sharing.reshard_after_forward, plan.sharing.defers_exchange) == (kept, defers)
 
 
+@pytest.mark.parametrize(("budget", "policy"), [(51.5, "recompute"), (55, "keep"), (41, "keep")])
+def test_what_fits_is_recomputed_if_weights_can_then_stay_gathered(budget, policy):
+    """Then 38 GiB more are taken, and 30% of the time saved; a row takes 4 GiB, or 1 and a third more time."""
+    estimate, _ = divided_memory(budget)
+    plan, why = chosen_because(
+        config(engine="fsdp2", effective_batch_size=4), estimate, saves_by_keeping(0.3), 4
+    )
+    gathered = not plan.sharing.reshard_after_forward
+    assert (plan.activations.policy, gathered) == (policy, budget > 50) and plan.memory.fits
+    assert (choices.recomputing(True, "gathered") in why) == (policy == "recompute")
+    assert [row["activations"] for row in plan.alternatives if row["engine"] == "fsdp2"]
+
+
 @pytest.mark.parametrize("processes", [4, 512])
 def test_what_cannot_fit_is_not_traced(processes):
     """All weights take 40 GiB of the 30, wherever the peak of the plan is, on however many GPUs."""
