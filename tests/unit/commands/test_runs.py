@@ -47,6 +47,7 @@ def test_what_a_run_leaves_that_failed_before_its_first_step_is_removed(tmp_path
     data = tmp_path / "short.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     where = [f"output.dir={tmp_path}", "output.name=none", f"data.train_path={data}", "model.max_seq_len=2"]
+    where += ["model.name=builtin:tiny"]  # the demo trains its own first, for a minute
     assert main(["train", "--config", "configs/demo.yaml", *where]) == 3
     assert (tmp_path / "none" / ".lock").is_file()
     command = ["runs", "--json", "remove", "none", "--yes", "--runs", str(tmp_path)]
