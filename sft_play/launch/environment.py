@@ -73,6 +73,7 @@ def set_environment(*, rank: bool = False) -> None:
     lasting(_as_it_was)
     settle_environment(os.environ, rank=rank)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # and datasets and evaluate report what they load
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
     set_allocator()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")

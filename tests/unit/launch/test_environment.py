@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -132,3 +133,15 @@ def test_deepspeed_does_not_say_that_there_is_no_gpu():
         set_environment()
         assert [bool(logger.filter(record)) for record in records] == [False, True]
     assert logger.filter(records[0])
+
+
+@pytest.mark.parametrize("library", ["datasets", "huggingface_hub"])
+def test_libraries_report_nothing_unless_a_person_lets_them(library, monkeypatch):
+    switch = {"datasets": "HF_UPDATE_DOWNLOAD_COUNTS", "huggingface_hub": "HF_HUB_DISABLE_TELEMETRY"}[library]
+    (folder,) = importlib.util.find_spec(library).submodule_search_locations
+    assert any(switch in path.read_text(encoding="utf-8") for path in Path(folder).glob("*.py"))
+    monkeypatch.delenv(switch, raising=False)
+    with undone():
+        set_environment()
+        off = os.environ[switch]
+    assert off == {"datasets": "0", "huggingface_hub": "1"}[library]
