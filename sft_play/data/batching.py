@@ -152,7 +152,9 @@ def deal(costs: np.ndarray, tokens: np.ndarray, accumulation: int, ranks: int) -
         numbers[place] = np.where(cost > 0, turn * ranks + rank, FILLER)
     dealt = np.empty(order.shape, int)
     np.put_along_axis(dealt, order, numbers.T, axis=1)
-    return dealt if ranks == 1 else _aligned(dealt, held.reshape(-1, ranks, accumulation))
+    if ranks > 1:
+        return _aligned(dealt, held.reshape(-1, ranks, accumulation))
+    return dealt
 
 
 def _aligned(dealt: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -278,11 +280,11 @@ def make_schedule(
     for first in range(0, len(rows), steps):
         own = rows[first : first + steps]
         tokens = np.where(own == FILLER, 0, lengths[own])
-        costs = row_costs(tokens if padding_free else padded_length(tokens), hidden_size)
         if padding_free:
-            dealt[first : first + steps] = deal(costs, tokens, accumulation, data_ranks)
+            found = deal(row_costs(tokens, hidden_size), tokens, accumulation, data_ranks)
         else:
-            dealt[first : first + steps] = deal_padded(costs, accumulation, data_ranks)
+            found = deal_padded(row_costs(padded_length(tokens), hidden_size), accumulation, data_ranks)
+        dealt[first : first + steps] = found
     return Schedule(rows, dealt, accumulation * data_ranks)
 
 

@@ -133,8 +133,9 @@ def waiting_reasons(request: Request, plan: Plan) -> list[str]:
     if plan.sharing.data_ranks == 1 or not plan.rows.joined:
         return []
     waited = 1 - 1 / request.facts.busiest_share(plan, request.architecture.facts.hidden_size)
-    may_pack = request.facts.pictures.may_pack(plan.rows.packing)
-    return [choices.waiting(waited, may_pack=may_pack)] if waited >= LONG_WAIT else []
+    if waited < LONG_WAIT:
+        return []
+    return [choices.waiting(waited, may_pack=request.facts.pictures.may_pack(plan.rows.packing))]
 
 
 def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1) -> list[str]:

@@ -143,7 +143,7 @@ def tiles(number: int, tokens: int, cause: Literal["config", "exceed"]) -> str:
 
 def waiting(share: float, *, may_pack: bool) -> str:
     """How much of a step an average process waits for the one with the most tokens."""
-    remedies = "a larger train.effective_batch_size" + (", or train.packing=true," if may_pack else "")
+    remedies = "a larger train.effective_batch_size" + ", or train.packing=true," * may_pack
     wait = f"an average process waits {share:.0%} of a step for the one with the most tokens"
     return f"{wait}; {remedies} would even them out"
 

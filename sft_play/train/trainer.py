@@ -249,7 +249,7 @@ class PlannedTrainer(SFTTrainer):
             record = record | {name: value for name, value in numbers.items() if value is not None}
             if self._balance:
                 shares, balance = torch.stack(self._balance).sum(0).tolist()
-                record["router_aux_loss"] = balance / shares if shares else 0.0
+                record["router_aux_loss"] = balance / (shares or 1)  # this process may have had fillers alone
                 self._balance.clear()
         super().log(record, start_time)
 
