@@ -168,8 +168,9 @@ def _aligned(dealt: np.ndarray, held: np.ndarray) -> np.ndarray:
 def deal_padded(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     """As `deal`, if each row of a micro-batch costs as much as its costliest: alike ones share one.
 
-    The fullest one of a step is nearly as small as rows in falling order of cost allow. Every second turn
-    goes through the ranks the other way round, so that the first of them does not have the fullest of each.
+    The fullest one of a step is nearly as small as rows in falling order of cost allow. The fullest come
+    first, when there are no gradients yet. Every second turn goes through the ranks the other way round, so
+    that the first of them does not have the fullest of each.
     """
     bins = accumulation * ranks
     order = np.argsort(-costs, axis=1, kind="stable")
@@ -179,11 +180,16 @@ def deal_padded(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
         limit = (least + enough) / 2
         fits = np.where(falling > 0, _filled(falling, limit, bins), 0).max(axis=1) < bins
         least, enough = np.where(fits, least, limit), np.where(fits, limit, enough)
-    places = np.arange(bins).reshape(accumulation, ranks)
-    places[1::2] = places[1::2, ::-1]
     filled = np.where(falling > 0, _filled(falling, enough, bins), 0)
+    flat = filled + np.arange(len(costs))[:, None] * bins
+    rows, fullest = np.zeros(len(costs) * bins), np.zeros(len(costs) * bins)
+    np.add.at(rows, flat, falling > 0)
+    np.maximum.at(fullest, flat, falling)
+    turns = np.arange(bins).reshape(accumulation, ranks)
+    turns[1::2] = turns[1::2, ::-1]
+    places = np.argsort(np.argsort(-(rows * fullest).reshape(-1, bins), axis=1, kind="stable"), axis=1)
     dealt = np.empty(costs.shape, int)
-    np.put_along_axis(dealt, order, places.ravel()[filled], axis=1)
+    np.put_along_axis(dealt, order, turns.ravel()[np.take_along_axis(places, filled, axis=1)], axis=1)
     return np.where(costs > 0, dealt, FILLER)
 
 

@@ -119,7 +119,7 @@ def test_a_micro_batch_is_filled_up_to_the_tokens_of_another_rank_in_its_turn():
 def test_padded_bins_hold_rows_of_similar_length_and_cost_alike():
     costs = np.array([[5.0, 400.0, 7.0, 390.0], [100.0, 9.0, 50.0, 40.0], [0.0, 3.0, 0.0, 2.0]])
     dealt = deal_padded(costs, accumulation=2, ranks=1)
-    assert dealt.tolist() == [[1, 0, 1, 0], [0, 1, 1, 1], [FILLER, 0, FILLER, 1]]
+    assert dealt.tolist() == [[1, 0, 1, 0], [1, 0, 0, 0], [FILLER, 0, FILLER, 1]]
     dealt = deal_padded(np.array([[8.0, 1.0, 4.0, 2.0]]), accumulation=2, ranks=2)
     assert dealt.tolist() == [[0, 2, 1, 3]]  # the first rank has the fullest and the emptiest
 
