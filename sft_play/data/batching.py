@@ -159,10 +159,14 @@ def deal(costs: np.ndarray, tokens: np.ndarray, accumulation: int, ranks: int) -
 
 def _aligned(dealt: np.ndarray, held: np.ndarray) -> np.ndarray:
     """The same with the turns of each rank in falling order of the tokens `held`, [steps, ranks, turns]."""
-    places = np.argsort(np.argsort(-held, axis=2, kind="stable"), axis=2)
     ranks = held.shape[1]
-    numbers = (places * ranks + np.arange(ranks)[:, None]).swapaxes(1, 2).reshape(len(held), -1)
+    numbers = (_places(held) * ranks + np.arange(ranks)[:, None]).swapaxes(1, 2).reshape(len(held), -1)
     return np.where(dealt == FILLER, FILLER, np.take_along_axis(numbers, dealt, axis=1))
+
+
+def _places(loads: np.ndarray) -> np.ndarray:
+    """The place of each load among those of the last axis, the largest first."""
+    return np.argsort(np.argsort(-loads, axis=-1, kind="stable"), axis=-1)
 
 
 def deal_padded(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
@@ -187,9 +191,9 @@ def deal_padded(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     np.maximum.at(fullest, flat, falling)
     turns = np.arange(bins).reshape(accumulation, ranks)
     turns[1::2] = turns[1::2, ::-1]
-    places = np.argsort(np.argsort(-(rows * fullest).reshape(-1, bins), axis=1, kind="stable"), axis=1)
+    numbers = turns.ravel()[_places((rows * fullest).reshape(-1, bins))]
     dealt = np.empty(costs.shape, int)
-    np.put_along_axis(dealt, order, turns.ravel()[np.take_along_axis(places, filled, axis=1)], axis=1)
+    np.put_along_axis(dealt, order, np.take_along_axis(numbers, filled, axis=1), axis=1)
     return np.where(costs > 0, dealt, FILLER)
 
 
